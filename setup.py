@@ -1,0 +1,211 @@
+"""Builds the extension module cute_kernels._C with ninja: every .cpp file always, the .cu files where there is nvcc.
+
+Metadata lies in pyproject.toml. Environment variables:
+    CUDA_HOME, CUDA_PATH    root of the CUDA toolkit (default: that of nvcc on PATH, then /usr/local/cuda)
+    CUTE_KERNELS_CUDA       0 builds the CPU backend only, 1 makes a missing nvcc an error
+    TORCH_CUDA_ARCH_LIST    architectures, see third_party/cuda.py (default: 8.0;9.0a)
+    CUTLASS_PATH            a CUTLASS checkout of the pinned version, in place of the nvidia-cutlass wheel
+    MAX_JOBS                compilations at a time (default: ninja's own choice)
+    CXX, CXXFLAGS, LDFLAGS  as usual
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterable
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import SetupError
+
+ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT))  # an isolated build does not put the project's folder on the path
+
+from third_party import BuildError  # noqa: E402
+from third_party.cuda import Arch, Toolkit, find_cuda, find_headers  # noqa: E402
+from third_party.cutlass import find_cutlass  # noqa: E402
+from third_party.tools import find_ninja, find_pybind11  # noqa: E402
+
+LIBRARY = "cute_kernels"  # the folder of the C++ library
+COMMON_FLAGS = ["-O3", "-std=c++17", "-DNDEBUG"]
+CXX_FLAGS = [*COMMON_FLAGS, "-fPIC", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra"]
+NVCC_FLAGS = [
+    *COMMON_FLAGS,
+    "--expt-relaxed-constexpr",
+    "--expt-extended-lambda",
+    "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall",
+    "-lineinfo",
+    "-Xptxas=--warn-on-spills",
+]
+LINK_FLAGS = ["-shared", "-pthread", "-Wl,--exclude-libs,ALL"]
+# The static runtime opens the driver only when it is first used, so the module can be imported without one.
+CUDA_LIBRARIES = ["-lcudart_static", "-ldl", "-lrt", "-lpthread"]
+
+# CPU kernels of one instruction set, by the ending of the file's name. Linked in this order: of an inline function that
+# several objects hold the linker keeps the first, which must be one that every CPU can run.
+AVX2_FLAGS = ["-mavx2", "-mfma", "-mf16c", "-mbmi2"]
+AVX512_FLAGS = [*AVX2_FLAGS, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]
+X86_FLAGS = {
+    "_avx2": AVX2_FLAGS,
+    "_avx512": AVX512_FLAGS,
+    "_avx512bf16": [*AVX512_FLAGS, "-mavx512vbmi2", "-mavx512bf16"],
+}
+SM90_SUFFIX = "_sm90"  # kernels that compile for 9.0a only
+
+
+def isa_suffix(source: Path) -> str:
+    return next((suffix for suffix in X86_FLAGS if source.stem.endswith(suffix)), "")
+
+
+def isa_flags(source: Path) -> list[str]:
+    on_x86 = platform.machine() in ("x86_64", "AMD64")  # elsewhere these files compile to nothing
+    return X86_FLAGS.get(isa_suffix(source), []) if on_x86 else []
+
+
+def find_sources(root: Path, archs: list[Arch]) -> list[Path]:
+    """The files to compile, relative to `root`, in the order in which their objects are linked."""
+    suffixes = ["", *X86_FLAGS]
+    sources = sorted((root / LIBRARY).rglob("*.cpp"), key=lambda p: (suffixes.index(isa_suffix(p)), p))
+    if archs:
+        sources += [p for p in sorted((root / LIBRARY).rglob("*.cu")) if gencode_flags(p, archs)]
+    if not sources:
+        raise BuildError(f"no sources under {root / LIBRARY}: is this checkout complete?")
+    return [p.relative_to(root) for p in sources]
+
+
+def gencode_flags(source: Path, archs: list[Arch]) -> list[str]:
+    """nvcc's -gencode flags for a .cu file; none if it has nothing to offer to these architectures."""
+    only_sm90 = source.stem.endswith(SM90_SUFFIX)
+    return [arch.gencode for arch in archs if arch.name == "9.0a" or not only_sm90]
+
+
+def defines(toolkit: Toolkit | None, archs: list[Arch]) -> list[str]:
+    names = [arch.name for arch in archs]
+    return [
+        *(["-DCUTE_KERNELS_CUDA=1"] if toolkit else []),
+        f'-DCUTE_KERNELS_ARCHS="{";".join(names)}"',
+        f"-DCUTE_KERNELS_HAVE_SM80={int(any(name.startswith('8.') for name in names))}",
+        f"-DCUTE_KERNELS_HAVE_SM90A={int('9.0a' in names)}",
+    ]
+
+
+def python_include() -> Path:
+    include = Path(sysconfig.get_path("include"))
+    if not (include / "Python.h").is_file():
+        raise BuildError(f"{include}/Python.h was not found: install this Python's development files (python3-dev)")
+    return include
+
+
+def ninja_path(path: Path | str) -> str:
+    return re.sub(r"([$ :])", r"$\1", str(path))
+
+
+def ninja_value(words: Iterable[str | Path]) -> str:
+    return shlex.join(str(word) for word in words).replace("$", "$$")
+
+
+class NinjaBuildExt(build_ext):
+    """Writes build/<platform>/build.ninja and runs it, then puts the module where setuptools wants it."""
+
+    def run(self) -> None:
+        try:
+            super().run()
+        except BuildError as error:
+            raise SetupError(f"cute_kernels: {error}") from None
+
+    def build_extension(self, ext: Extension) -> None:
+        if not sys.platform.startswith("linux"):
+            raise BuildError(f"cute_kernels builds on Linux only, not on {sys.platform}")
+        ninja = find_ninja()
+        folder = Path("build", f"{sysconfig.get_platform()}-{sys.implementation.cache_tag}")
+        module = folder / "_C.so"
+        build_file = folder / "build.ninja"
+        (ROOT / folder).mkdir(parents=True, exist_ok=True)
+        (ROOT / build_file).write_text(self.build_statements(folder, module), encoding="utf-8")
+
+        command = [ninja, "-f", str(build_file)]
+        if os.environ.get("MAX_JOBS"):
+            command += ["-j", os.environ["MAX_JOBS"]]
+        if self.verbose and self.verbose > 1:
+            command += ["-v"]
+        status = subprocess.run(command, cwd=ROOT).returncode
+        if status != 0:
+            raise BuildError(f"the compilation failed (ninja ended with {status}); its output above says why")
+
+        target = Path(self.get_ext_fullpath(ext.name))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.unlink(missing_ok=True)  # never write into a file that a running process has mapped
+        shutil.copy2(ROOT / module, target)
+
+    def build_statements(self, folder: Path, module: Path) -> str:
+        """The text of build.ninja; its paths are relative to the root, except those of compilers and headers."""
+        toolkit, archs = find_cuda()
+        system = [find_cutlass(), *find_headers(toolkit), find_pybind11(), python_include()]
+        includes = ["-I.", *(word for path in system for word in ("-isystem", str(path)))]
+        cxx = shlex.split(os.environ.get("CXX", "")) or ["g++"]
+        if shutil.which(cxx[0]) is None:
+            raise BuildError(f"the C++ compiler {cxx[0]} was not found; install g++ or set CXX")
+        user_flags = shlex.split(os.environ.get("CXXFLAGS", ""))
+        library_dirs = [f"-L{path}" for path in toolkit.library_dirs] if toolkit else []
+
+        lines = [
+            "# Written by setup.py.",
+            "ninja_required_version = 1.5",
+            f"builddir = {ninja_path(folder)}",
+            "cxx = " + ninja_value(cxx),
+            "includes = " + ninja_value([*includes, *defines(toolkit, archs)]),
+            "rule cxx",
+            "  command = $cxx -MMD -MF $out.d $includes $flags -c $in -o $out",
+            "  depfile = $out.d",
+            "  deps = gcc",
+            "  description = CXX $in",
+            "rule link",
+            "  command = $cxx $in -o $out $flags",
+            "  description = LINK $out",
+        ]
+        if toolkit:
+            # nvcc hands the last word to its host passes: a launcher such as ccache has no place there.
+            host_compiler = ["-ccbin", cxx[-1]] if os.environ.get("CXX") else []
+            lines += [
+                "nvcc = " + ninja_value([toolkit.nvcc, *host_compiler]),
+                "rule nvcc",
+                "  command = $nvcc -MD -MF $out.d $includes $flags -c $in -o $out",
+                "  depfile = $out.d",
+                "  deps = gcc",
+                "  description = NVCC $in",
+            ]
+        objects = []
+        for source in find_sources(ROOT, archs):
+            objects.append(folder / f"{source}.o")
+            if source.suffix == ".cu":
+                rule, flags = "nvcc", [*NVCC_FLAGS, *gencode_flags(source, archs)]
+            else:
+                rule, flags = "cxx", [*CXX_FLAGS, *isa_flags(source), *user_flags]
+            lines += [
+                f"build {ninja_path(objects[-1])}: {rule} {ninja_path(source)}",
+                "  flags = " + ninja_value(flags),
+            ]
+        link_flags = [*LINK_FLAGS, *library_dirs, *(CUDA_LIBRARIES if toolkit else []),
+                      *shlex.split(os.environ.get("LDFLAGS", ""))]
+        lines += [
+            f"build {ninja_path(module)}: link {' '.join(ninja_path(o) for o in objects)}",
+            "  flags = " + ninja_value(link_flags),
+            f"default {ninja_path(module)}",
+        ]
+        return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    setup(
+        # The sources are named in build.ninja; setuptools only needs to know the module.
+        ext_modules=[Extension("cute_kernels._C", sources=[])],
+        cmdclass={"build_ext": NinjaBuildExt},
+    )

@@ -1,0 +1,88 @@
+"""Fixtures: devices, backends, and fresh random inputs whose seed a failing test reports."""
+
+from __future__ import annotations
+
+import os
+import random
+import zlib
+from dataclasses import dataclass
+
+import hypothesis
+import pytest
+import torch
+
+SEED_VARIABLE = "CUTE_KERNELS_TEST_SEED"
+BASE_SEED = int(os.environ.get(SEED_VARIABLE) or random.SystemRandom().randrange(2**31))
+
+hypothesis.settings.register_profile("cute_kernels", deadline=None, print_blob=True, max_examples=40)
+hypothesis.settings.load_profile("cute_kernels")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "slow: takes many seconds or much memory; leave out with -m 'not slow'")
+
+
+def pytest_report_header(config):
+    return f"inputs: {SEED_VARIABLE}={BASE_SEED}"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if report.failed and "rng" in getattr(item, "fixturenames", ()):
+        report.sections.append(("inputs", f"to repeat: {SEED_VARIABLE}={BASE_SEED}"))
+    return report
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+
+
+@pytest.fixture
+def rng(request) -> random.Random:
+    """A test's own randomness; also seeds torch."""
+    seed = zlib.crc32(f"{BASE_SEED} {request.node.nodeid}".encode())
+    torch.manual_seed(seed)
+    return random.Random(seed)
+
+
+@dataclass(frozen=True)
+class Backend:
+    name: str
+    device: torch.device
+
+
+BACKENDS = [
+    pytest.param(("reference", "cpu"), id="reference"),
+    pytest.param(("cpu", "cpu"), id="cpu"),
+    pytest.param(("reference", "cuda"), id="reference-cuda", marks=pytest.mark.gpu),
+    pytest.param(("sm80", "cuda"), id="sm80", marks=pytest.mark.gpu),
+    pytest.param(("sm90", "cuda"), id="sm90", marks=pytest.mark.gpu),
+]
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request) -> Backend:
+    """Every backend that a product can run on, with a device for its tensors."""
+    name, device = request.param
+    if device == "cuda":
+        _skip_unless_ok("sm80")  # compression on the device needs the extension's kernels, whatever multiplies
+    _skip_unless_ok(name)
+    return Backend(name, torch.device(device))
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request) -> torch.device:
+    """Every device that compression runs on."""
+    if request.param == "cuda":
+        _skip_unless_ok("sm80")
+    return torch.device(request.param)
+
+
+def _skip_unless_ok(name: str) -> None:
+    import cute_kernels as ck
+
+    status = ck.backends()[name]
+    if status != "ok":
+        pytest.skip(f"{name}: {status}")

@@ -1,0 +1,252 @@
+"""nvcc, the CUDA headers and the architecture list.
+
+`python -m third_party.cuda` prints the include folders that host code needs, and fails if there are none.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from third_party import BuildError
+
+HEADER_REQUIREMENTS = (
+    "nvidia-cuda-runtime==13.0.96",
+    "nvidia-cuda-cccl==13.0.85",
+    "nvidia-cuda-crt==13.0.88",
+)
+
+DEFAULT_ARCH_LIST = "8.0;9.0a"
+ACCEPTED_ARCHS = ("8.0", "8.6", "8.9", "9.0", "9.0a")
+_ARCH_NAMES = {"ampere": ("8.0", "8.6"), "ada": ("8.9",), "hopper": ("9.0a",)}
+
+DEFAULT_ROOT = Path("/usr/local/cuda")
+_NO_NVCC = "cute_kernels: nvcc not found, building the CPU backend only (set CUDA_HOME to the CUDA toolkit's root)"
+
+
+# ---- Architectures ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, order=True)
+class Arch:
+    """One compute capability to compile for, such as 8.0, and whether its PTX goes along."""
+
+    name: str
+    ptx: bool = False
+
+    @property
+    def gencode(self) -> str:
+        number = self.name.replace(".", "")
+        if self.ptx:
+            return f"-gencode=arch=compute_{number},code=[sm_{number},compute_{number}]"
+        return f"-gencode=arch=compute_{number},code=sm_{number}"
+
+
+def parse_arch_list(text: str | None) -> list[Arch]:
+    """TORCH_CUDA_ARCH_LIST -> the architectures in ascending order; None or blank means `DEFAULT_ARCH_LIST`.
+
+    Entries are separated by ';', ',' or white space. Each is a compute capability or a family's name, upper or lower
+    case, and may end in +PTX. 9.0 means 9.0a: WGMMA exists only there.
+
+    Raises:
+        BuildError: an entry is not one of those.
+    """
+    entries = [e for e in re.split(r"[;,\s]+", text or "") if e] or DEFAULT_ARCH_LIST.split(";")
+    ptx_of: dict[str, bool] = {}
+    for entry in entries:
+        match = re.fullmatch(r"(.*?)(\+ptx)?", entry.lower())
+        name, ptx = match.group(1), match.group(2) is not None
+        if name in ACCEPTED_ARCHS:
+            names = ("9.0a" if name == "9.0" else name,)
+        elif name in _ARCH_NAMES:
+            names = _ARCH_NAMES[name]
+        else:
+            raise BuildError(
+                f"TORCH_CUDA_ARCH_LIST: '{entry}' is not supported; it takes {', '.join(ACCEPTED_ARCHS)}, each with an "
+                "optional +PTX, and the names Ampere (8.0;8.6), Ada (8.9) and Hopper (9.0a), for instance "
+                f'"{DEFAULT_ARCH_LIST}"'
+            )
+        for n in names:
+            ptx_of[n] = ptx_of.get(n, False) or (ptx and n == names[-1])  # a family's PTX is that of its newest member
+    return sorted(Arch(n, p) for n, p in ptx_of.items())
+
+
+# ---- Toolkit ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Toolkit:
+    """A CUDA toolkit that can compile."""
+
+    root: Path
+    nvcc: Path
+    version: str  # "13.0"
+    include_dirs: tuple[Path, ...]
+    library_dirs: tuple[Path, ...]  # empty: the linker's own search path
+
+    def check_archs(self, archs: list[Arch]) -> None:
+        """Raises BuildError for what this nvcc cannot compile."""
+        oldest = {"9.0a": (12, 0), "8.9": (11, 8)}
+        version = tuple(int(p) for p in self.version.split("."))
+        for arch in archs:
+            if version < oldest.get(arch.name, (11, 4)):
+                wanted = ".".join(str(p) for p in oldest.get(arch.name, (11, 4)))
+                raise BuildError(
+                    f"{self.nvcc} is CUDA {self.version}, but {arch.name} needs CUDA {wanted} or newer; set CUDA_HOME "
+                    f"to a newer toolkit or take {arch.name} out of TORCH_CUDA_ARCH_LIST"
+                )
+
+
+def find_toolkit(environ: Mapping[str, str] | None = None) -> Toolkit | None:
+    """The toolkit of CUDA_HOME or CUDA_PATH, else of the nvcc on PATH, else of `DEFAULT_ROOT`; None if there is none.
+
+    Raises:
+        BuildError: CUDA_HOME or CUDA_PATH is set but holds no toolkit, or nvcc does not run.
+    """
+    environ = os.environ if environ is None else environ
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        value = environ.get(variable)
+        if value:
+            root = Path(value).expanduser().absolute()
+            if not (root / "bin" / "nvcc").is_file() or not _include_dirs(root):
+                raise BuildError(
+                    f"{variable}={value} holds no CUDA toolkit (bin/nvcc and include/cuda_runtime.h); correct or unset "
+                    "it, or set CUTE_KERNELS_CUDA=0 to build the CPU backend only"
+                )
+            return _toolkit(root, root / "bin" / "nvcc")
+    on_path = shutil.which("nvcc", path=environ.get("PATH"))
+    if on_path:
+        root = _root_of(Path(on_path))
+        if root is not None:
+            own = root / "bin" / "nvcc"
+            return _toolkit(root, own if own.is_file() else Path(on_path))
+    if (DEFAULT_ROOT / "bin" / "nvcc").is_file() and _include_dirs(DEFAULT_ROOT):
+        return _toolkit(DEFAULT_ROOT, DEFAULT_ROOT / "bin" / "nvcc")
+    return None
+
+
+def find_cuda(environ: Mapping[str, str] | None = None) -> tuple[Toolkit | None, list[Arch]]:
+    """What to build for: (toolkit, architectures), or (None, []) for the CPU backend only.
+
+    CUTE_KERNELS_CUDA=0 asks for the latter, CUTE_KERNELS_CUDA=1 makes a missing toolkit an error. Without either, a
+    missing toolkit is announced in one line.
+    """
+    environ = os.environ if environ is None else environ
+    archs = parse_arch_list(environ.get("TORCH_CUDA_ARCH_LIST"))
+    wanted = environ.get("CUTE_KERNELS_CUDA", "")
+    if wanted not in ("", "0", "1"):
+        raise BuildError(f"CUTE_KERNELS_CUDA='{wanted}' is not supported; it takes 0 (CPU only) or 1 (CUDA required)")
+    if wanted == "0":
+        return None, []
+    toolkit = find_toolkit(environ)
+    if toolkit is None:
+        if wanted == "1":
+            raise BuildError("CUTE_KERNELS_CUDA=1, but nvcc was not found; set CUDA_HOME to the CUDA toolkit's root")
+        print(_NO_NVCC, file=sys.stderr, flush=True)
+        return None, []
+    toolkit.check_archs(archs)
+    return toolkit, archs
+
+
+def _toolkit(root: Path, nvcc: Path) -> Toolkit:
+    try:
+        output = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise BuildError(f"{nvcc} --version failed: {error}") from error
+    match = re.search(r"release (\d+\.\d+)", output)
+    if match is None:
+        raise BuildError(f"{nvcc} --version names no release: {output.strip()!r}")
+    libraries = (root / "lib64", root / "lib", *(t / "lib" for t in _targets(root)))
+    found = tuple(d for d in libraries if (d / "libcudart_static.a").is_file())[:1]
+    return Toolkit(root, nvcc, match.group(1), _include_dirs(root), found)
+
+
+def _root_of(nvcc: Path) -> Path | None:
+    for root in (nvcc.resolve().parent.parent, nvcc.absolute().parent.parent):
+        if _include_dirs(root):
+            return root
+    # A wrapper script: nvcc itself says where it lives.
+    try:
+        result = subprocess.run([nvcc, "-dryrun", "-E", "-x", "cu", os.devnull], capture_output=True, text=True)
+    except OSError:
+        return None
+    match = re.search(r"^#\$ TOP=(.+)$", result.stderr + result.stdout, re.MULTILINE)
+    root = Path(match.group(1).strip()).resolve() if match else None
+    return root if root is not None and _include_dirs(root) else None
+
+
+def _targets(root: Path) -> list[Path]:
+    machine = platform.machine()
+    names = {"x86_64": ("x86_64-linux",), "aarch64": ("sbsa-linux", "aarch64-linux")}.get(machine, ())
+    return [root / "targets" / name for name in names]
+
+
+# ---- Headers ---------------------------------------------------------------------------------------------------------
+
+
+def find_headers(toolkit: Toolkit | None, environ: Mapping[str, str] | None = None) -> tuple[Path, ...]:
+    """The folders of cuda_runtime_api.h and cuda/std, which the host side of CuTe includes.
+
+    They are the toolkit's, or without one (`toolkit` None) those of any toolkit on this machine, else those of the PyPI
+    wheels `HEADER_REQUIREMENTS`.
+
+    Raises:
+        BuildError: there are none.
+    """
+    if toolkit is not None:
+        return toolkit.include_dirs
+    environ = os.environ if environ is None else environ
+    roots = [Path(environ[v]).expanduser().absolute() for v in ("CUDA_HOME", "CUDA_PATH") if environ.get(v)]
+    on_path = shutil.which("nvcc", path=environ.get("PATH"))
+    root = _root_of(Path(on_path)) if on_path else None
+    roots += [root] if root is not None else []
+    roots += [DEFAULT_ROOT]
+    for root in roots:
+        dirs = _include_dirs(root)
+        if _complete(dirs):
+            return dirs
+    for include in _wheel_includes():
+        dirs = _with_cccl(include)
+        if _complete(dirs):
+            return dirs
+    raise BuildError("the CUDA headers (cuda_runtime_api.h, cuda/std) were not found; the CPU backend needs them too: "
+                     f"pip install {' '.join(HEADER_REQUIREMENTS)}, or set CUDA_HOME to a CUDA toolkit's root")
+
+
+def _with_cccl(include: Path) -> tuple[Path, ...]:
+    return tuple(d for d in (include, include / "cccl") if d.is_dir())  # cccl/: where CUDA 13 keeps cuda/std
+
+
+def _include_dirs(root: Path) -> tuple[Path, ...]:
+    for base in (root, *_targets(root)):
+        if (base / "include" / "cuda_runtime.h").is_file():
+            return _with_cccl(base / "include")
+    return ()
+
+
+def _complete(dirs: tuple[Path, ...]) -> bool:
+    needed = ("cuda_runtime_api.h", "crt/host_defines.h", "cuda/std/utility")
+    return all(any((d / name).is_file() for d in dirs) for name in needed)
+
+
+def _wheel_includes() -> list[Path]:
+    try:
+        spec = importlib.util.find_spec("nvidia")
+    except (ImportError, ValueError):
+        return []
+    return [Path(location, "cu13", "include") for location in (spec and spec.submodule_search_locations) or ()]
+
+
+if __name__ == "__main__":
+    try:
+        print(*find_headers(None), sep="\n")
+    except BuildError as error:
+        sys.exit(f"cute_kernels: {error}")
