@@ -1,0 +1,45 @@
+// Conversions between the 16-bit storage types and float, in the form the kernels use them.
+#pragma once
+
+#include <cstdint>
+
+#include <cute/numeric/numeric_types.hpp>
+#include <cutlass/numeric_conversion.h>
+
+#include "cute_kernels/format/storage.hpp"
+
+namespace cute_kernels {
+
+using cute::bfloat16_t;
+using cute::half_t;
+using format::DType;
+
+// Calls f with a value of the C++ type that `dtype` names.
+template <class F>
+CUTE_HOST_DEVICE decltype(auto) visit_dtype(DType dtype, F&& f) {
+  switch (dtype) {
+    case DType::kFloat16: return f(half_t{});
+    case DType::kBFloat16: return f(bfloat16_t{});
+    default: return f(float{});
+  }
+}
+
+CUTE_HOST_DEVICE constexpr int dtype_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+
+// Two floats as one register of two halves, `low` in the low half.
+template <class Element>
+CUTE_DEVICE uint32_t pack2(float low, float high) {
+  cutlass::Array<float, 2> in;
+  in[0] = low, in[1] = high;
+  auto out = cutlass::NumericArrayConverter<Element, float, 2>::convert(in);
+  return reinterpret_cast<uint32_t const&>(out);
+}
+
+// Magnitudes as ordered integers: every NaN is one key above infinity.
+CUTE_HOST_DEVICE constexpr uint32_t nan_key(DType dtype) { return dtype == DType::kFloat16 ? 0x7c01u : 0x7f81u; }
+CUTE_HOST_DEVICE constexpr uint32_t magnitude_key(uint16_t bits, uint32_t nan_key) {
+  uint32_t magnitude = bits & 0x7fffu;
+  return magnitude < nan_key ? magnitude : nan_key;
+}
+
+}  // namespace cute_kernels

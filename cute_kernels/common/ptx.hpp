@@ -1,0 +1,61 @@
+// The project's only inline PTX: instructions that neither CUDA C++ nor CuTe offers in the form needed here.
+#pragma once
+
+#include <cstdint>
+
+#include <cute/config.hpp>
+
+namespace cute_kernels::ptx {
+
+// A 16-bit load zero-extends: the upper half of the result is the zeros that absent elements need.
+// No memory clobber: the address depends on a bitmap word read by load_shared_u32, which is ordered after the barrier.
+CUTE_DEVICE uint32_t load_shared_u16(uint32_t address) {
+  uint16_t value;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(value) : "r"(address));
+  return value;
+}
+
+CUTE_DEVICE uint32_t load_shared_u32(uint32_t address) {
+  uint32_t value;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+  return value;
+}
+
+// __byte_perm spends a LOP3 on masking the selector with 0x7777; prmt itself reads only the low 16 bits.
+CUTE_DEVICE uint32_t permute_bytes(uint32_t x, uint32_t y, uint32_t selector) {
+  uint32_t result;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(x), "r"(y), "r"(selector));
+  return result;
+}
+
+// L2 policy of data that is read once.
+CUTE_DEVICE uint64_t evict_first_policy() {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+// Copies `bytes` (0 to 16) of 16 and fills the rest with zeros.
+CUTE_DEVICE void cp_async_16(uint32_t shared, void const* global, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
+}
+
+CUTE_DEVICE void cp_async_16_hint(uint32_t shared, void const* global, uint64_t policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "l"(policy)
+               : "memory");
+}
+
+// Programmatic dependent launch (CC 9.0). No-ops on older devices, where launches are ordinary.
+CUTE_DEVICE void launch_dependents() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+CUTE_DEVICE void wait_for_primary() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+}  // namespace cute_kernels::ptx

@@ -1,0 +1,122 @@
+#include "cute_kernels/dispatch/products.hpp"
+
+#include <array>
+#include <mutex>
+
+#include "cute_kernels/common/error.hpp"
+#include "cute_kernels/common/numeric.hpp"
+#include "cute_kernels/matmul/combine.hpp"
+#include "cute_kernels/matmul/stage.hpp"
+
+namespace cute_kernels::dispatch {
+namespace {
+
+using format::Role;
+
+DeviceLimits current_device() {
+  constexpr int kMaxDevices = 64;
+  static std::array<DeviceLimits, kMaxDevices> known;
+  static std::array<std::once_flag, kMaxDevices> once;
+  int device = 0;
+  check_cuda(cudaGetDevice(&device), "cudaGetDevice");
+  if (device >= kMaxDevices) throw std::runtime_error("device index " + std::to_string(device) + " is not below 64");
+  std::call_once(once[device], [&] {
+    auto attribute = [&](cudaDeviceAttr which) {
+      int value = 0;
+      check_cuda(cudaDeviceGetAttribute(&value, which, device), "cudaDeviceGetAttribute");
+      return value;
+    };
+    known[device] = {attribute(cudaDevAttrMultiProcessorCount), attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin),
+                     attribute(cudaDevAttrComputeCapabilityMajor), attribute(cudaDevAttrComputeCapabilityMinor)};
+  });
+  return known[device];
+}
+
+// Query rows a pass takes: the smallest instantiated N that holds the group's rows, or the largest.
+int rows_a_pass(int rows) { return rows <= 8 ? 8 : 16; }
+
+struct Launcher {
+  matmul::KernelLimits (*limits)(format::DType, int);
+  void (*launch)(matmul::Params const&, matmul::Config const&, cudaStream_t);
+};
+
+template <class Arch, Role kRole>
+Launcher launcher_for_head_dim(int padded_head_dim) {
+  switch (padded_head_dim) {
+    case 64: return {matmul::limits<Arch, kRole, 64>, matmul::launch<Arch, kRole, 64>};
+    case 128: return {matmul::limits<Arch, kRole, 128>, matmul::launch<Arch, kRole, 128>};
+    case 256: return {matmul::limits<Arch, kRole, 256>, matmul::launch<Arch, kRole, 256>};
+    default: throw std::runtime_error("head_dim " + std::to_string(padded_head_dim) + " is not instantiated");
+  }
+}
+
+template <class Arch>
+Launcher launcher_for_view(format::SparseView const& view) {
+  return view.role == Role::kKey ? launcher_for_head_dim<Arch, Role::kKey>(view.padded_head_dim)
+                                 : launcher_for_head_dim<Arch, Role::kValue>(view.padded_head_dim);
+}
+
+Launcher find_launcher(std::string const& backend, format::SparseView const& view, DeviceLimits const& device) {
+  std::string capability = std::to_string(device.major) + "." + std::to_string(device.minor);
+#if CUTE_KERNELS_HAVE_SM80
+  if (backend == "sm80") {
+    if (device.major >= 8) return launcher_for_view<matmul::Sm80>(view);
+    throw std::runtime_error("backend 'sm80' needs compute capability 8.0 or higher, this device has " + capability);
+  }
+#endif
+  throw std::runtime_error("backend '" + backend + "' is not built into this extension");
+}
+
+bool is_aligned(void const* pointer, int bytes) { return reinterpret_cast<uintptr_t>(pointer) % bytes == 0; }
+
+// May the kernel move 16 bytes of p, or a pair of logits, at a time?
+bool vectorizes(Product const& p) {
+  if (p.sparse.role == Role::kKey) return p.sparse.tokens % 2 == 0 && is_aligned(p.out, 2 * dtype_bytes(p.out_dtype));
+  int elements = 16 / dtype_bytes(p.dense.dtype);
+  return is_aligned(p.dense.data, 16) && p.dense.stride_batch % elements == 0 && p.dense.stride_head % elements == 0 &&
+         p.dense.stride_token % elements == 0;
+}
+
+}  // namespace
+
+bool has_backend(std::string const& backend) {
+  return backend == "sm80" && CUTE_KERNELS_HAVE_SM80;
+}
+
+int64_t workspace_bytes(format::SparseView const& view, int query_heads, int query_tokens) {
+  if (view.role == Role::kKey) return 0;
+  int rows = query_heads / view.kv_heads * query_tokens, n = rows_a_pass(rows), row_blocks = (rows + n - 1) / n;
+  int64_t segments = view.heads() * row_blocks;
+  return matmul::partial_bytes(matmul::max_partials(current_device().multiprocessors, segments), n, view.padded_head_dim);
+}
+
+void run(Product const& product, std::string const& backend, Tuning const& tuning, cudaStream_t stream) {
+  format::SparseView const& view = product.sparse;
+  bool is_key = view.role == Role::kKey;
+  DeviceLimits device = current_device();
+  Launcher launcher = find_launcher(backend, view, device);
+
+  matmul::Params params{};
+  params.sparse = view;
+  params.dense = product.dense;
+  params.out = product.out;
+  params.out_dtype = is_key ? product.out_dtype : view.dtype;
+  params.scale = product.scale;
+  params.vectorized = vectorizes(product);
+  params.partials = product.workspace;
+
+  int group = product.query_heads / view.kv_heads, rows = group * product.query_tokens, n = rows_a_pass(rows);
+  int row_blocks = (rows + n - 1) / n;
+  int64_t tiles = view.tiles() * row_blocks;
+  if (tiles > INT32_MAX) throw std::runtime_error("the product has more than 2^31 tiles; split the batch");
+
+  Plan plan = choose_plan(device, launcher.limits(view.dtype, n), n, rows, view.max_tile_rows, matmul::kOrderBytes,
+                          is_key ? 0 : matmul::dense_row_bytes(product.dense.dtype), tiles, tuning);
+  int pieces = plan.config.ctas * plan.config.warps, all = static_cast<int>(tiles);
+  params.work = {all, rows, group, pieces, all / pieces, all % pieces, cutlass::FastDivmod(static_cast<int>(view.tiles_per_head())),
+                 cutlass::FastDivmod(row_blocks), cutlass::FastDivmod(product.query_tokens), cutlass::FastDivmod(view.kv_heads)};
+  params.stages = plan.stages;
+  launcher.launch(params, plan.config, stream);
+}
+
+}  // namespace cute_kernels::dispatch

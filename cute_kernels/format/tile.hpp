@@ -1,0 +1,87 @@
+// What a compressed tile is: the A operand of m16n8k16, element by element and lane by lane.
+//
+// A tile holds 64 cached tokens of one (batch, KV head). Keys are K (M = tokens, K = channels), values are V^T
+// (M = channels, K = tokens), so one KV head multiplies its whole query group in one pass. Everything below is derived
+// from the A layout of `TileMmaAtom`; nothing else in the project states the permutation a second time.
+//
+//   block of a tile = bitmap rows, then value rows; a row is 32 words of 4 bytes, word l belongs to lane l.
+//   bitmap word w of a lane covers its elements [32 w, 32 w + 32); element e has bit bitmap_bit(e).
+//   element e belongs to value stream e % kStreams of its lane; the r-th nonzero of stream s lies in value row r,
+//   in bits [s * kValueBits, (s + 1) * kValueBits) of the lane's word. Shorter streams are padded with zeros.
+#pragma once
+
+#include <cstdint>
+
+#include <cute/atom/mma_atom.hpp>
+#include <cute/tensor.hpp>
+
+namespace cute_kernels::format {
+
+using namespace cute;
+
+enum class Role : int { kKey = 0, kValue = 1 };
+
+// The lane layout of A is the same for f16 and bf16, and for one warp of a 64xNx16 WGMMA with A in registers.
+using TileMmaAtom = SM80_16x8x16_F32F16F16F32_TN;
+
+inline constexpr int kTileTokens = 64;
+inline constexpr int kLanes = 32;
+inline constexpr int kWordElements = 32;           // elements of a lane that one bitmap word covers
+inline constexpr int kRowBytes = 4 * kLanes;       // one 32-bit word a lane; lane l stays in bank l
+inline constexpr int kClasses = 8;                 // channels and tokens mod 8 decide the stream (see `stream_of`)
+inline constexpr int kMinHeadDim = 64;             // tiles hold 64, 128 or 256 channels; any other multiple of 8 is
+inline constexpr int kMaxHeadDim = 256;            // padded with empty channels
+
+// Four consecutive elements of a lane (two half2 registers) sit in four bytes of the word, at one bit position:
+// `word & (0x01010101 << s)` is a vector of four 0/1 bytes, which is what dp4a wants.
+CUTE_HOST_DEVICE constexpr int bitmap_word(int element) { return element / kWordElements; }
+CUTE_HOST_DEVICE constexpr int bitmap_bit(int element) { return (element / 4) % 8 + 8 * (element % 4); }
+
+CUTE_HOST_DEVICE constexpr int lane_elements(int head_dim) { return kTileTokens * head_dim / kLanes; }
+CUTE_HOST_DEVICE constexpr int bitmap_rows(int head_dim) { return lane_elements(head_dim) / kWordElements; }
+
+// What a tile holds `head_dim` channels as, or 0 if it cannot.
+CUTE_HOST_DEVICE constexpr int padded_head_dim(int head_dim) {
+  if (head_dim <= 0 || head_dim > kMaxHeadDim || head_dim % 8 != 0) return 0;
+  int padded = kMinHeadDim;
+  while (padded < head_dim) padded *= 2;
+  return padded;
+}
+
+// (lane, element) -> token_position * HeadDim + channel_position. Elements run over the atom's fragment first, then over
+// blocks of 16 channels, then over blocks of 16 tokens: a block of tokens is one step of the mainloop for both roles.
+template <Role kRole, int HeadDim>
+CUTE_HOST_DEVICE constexpr auto element_layout() {
+  constexpr bool kIsKey = kRole == Role::kKey;
+  using Tokens = Int<kTileTokens>;
+  using Channels = Int<HeadDim>;
+  auto tile = [] {  // (M,K) -> token_position * HeadDim + channel_position
+    if constexpr (kIsKey) return make_layout(Shape<Tokens, Channels>{}, Stride<Channels, _1>{});
+    else return make_layout(Shape<Channels, Tokens>{}, Stride<_1, Channels>{});
+  }();
+  auto thread_fragment = make_tiled_mma(TileMmaAtom{}).thrfrg_A(tile);  // ((THR_V,(THR_M,THR_K)),(FRG_V,(REST_M,REST_K)))
+  auto lanes = get<0, 0>(thread_fragment);
+  auto atom = get<1, 0>(thread_fragment);
+  auto rest_m = get<1, 1, 0>(thread_fragment);
+  auto rest_k = get<1, 1, 1>(thread_fragment);
+  auto layout = [&] {
+    if constexpr (kIsKey) return make_layout(lanes, make_layout(atom, rest_k, rest_m));
+    else return make_layout(lanes, make_layout(atom, rest_m, rest_k));
+  }();
+  CUTE_STATIC_ASSERT_V(size<0>(layout) == Int<kLanes>{});
+  CUTE_STATIC_ASSERT_V(size<1>(layout) == Int<lane_elements(HeadDim)>{});
+  return layout;
+}
+
+// Positions mod 8 decide lane and stream, so the lengths of the streams depend only on which group (token_position mod 8)
+// a token and which class (channel_position mod 8) a channel is dealt to. Checked against element_layout by the tests.
+struct Stream {
+  int lane, index;
+};
+CUTE_HOST_DEVICE constexpr Stream stream_of(Role role, int token_group, int channel_class) {
+  int row = role == Role::kKey ? token_group : channel_class;
+  int column = role == Role::kKey ? channel_class : token_group;
+  return {4 * row + column / 2, column % 2};
+}
+
+}  // namespace cute_kernels::format

@@ -1,0 +1,129 @@
+// sparse_qk: S^T = K Q^T tile by tile. What differs from one architecture to another is the pipeline that feeds it.
+#pragma once
+
+#include "cute_kernels/matmul/mainloop.hpp"
+#include "cute_kernels/matmul/stage.hpp"
+#include "cute_kernels/matmul/tile_scheduler.hpp"
+
+namespace cute_kernels::matmul {
+
+// A row of logits in shared memory: 64 tokens and 4 more, so that the four query rows of a store fall in different banks.
+inline constexpr int kLogitsStride = format::kTileTokens + 4;
+
+template <class Traits>
+CUTE_HOST_DEVICE constexpr int min_block_bytes_qk() {
+  return Traits::kN * kLogitsStride * static_cast<int>(sizeof(float));
+}
+
+// Q^T as B fragments, channels in the order of the head's compressed channels. Channels beyond the last are
+// zeros; rows beyond the last repeat it, are computed and never stored.
+template <class Traits, class Fragment>
+CUTE_DEVICE void load_queries(Params const& params, Segment const& segment, Fragment& tCrB /* (MMA,MMA_N,MMA_K) */) {
+  using Element = typename Traits::Element;
+  auto thr_mma = typename Traits::TiledMma{}.get_slice(threadIdx.x % 32);
+  Tensor cB = make_identity_tensor(Shape<Int<Traits::kN>, Int<Traits::kK>>{});  // (BLK_N,BLK_K) -> (row, channel_position)
+  Tensor tCcB = thr_mma.partition_B(cB);                                       // ((2,2),MMA_N,MMA_K)
+  CUTE_STATIC_ASSERT_V(shape(tCcB) == shape(tCrB));
+  CUTE_STATIC_ASSERT_V((shape<0>(tCcB) == Shape<_2, _2>{}));  // two neighbouring channels, then 8 further on
+  uint8_t const* channel_order = params.sparse.channel_order + int64_t{segment.head} * Traits::kHeadDim;
+  CUTE_UNROLL
+  for (int n = 0; n < size<1>(tCcB); ++n) {
+    int row = min(get<0>(tCcB(0, n, 0)), segment.rows - 1);
+    auto const* q = static_cast<Element const*>(params.dense.data) +
+                    dense_row_offset(params.dense, params.work, segment.head, segment.first_row + row);
+    CUTE_UNROLL
+    for (int k = 0; k < size<2>(tCcB); ++k) {
+      CUTE_UNROLL
+      for (int j = 0; j < 2; ++j) {
+        int position = get<1>(tCcB(make_coord(0, j), n, k));
+        uint32_t channels = __ldg(reinterpret_cast<uint16_t const*>(channel_order + position));
+        CUTE_UNROLL
+        for (int i = 0; i < 2; ++i) {
+          int channel = channels >> (8 * i) & 0xff;
+          tCrB(make_coord(i, j), n, k) = channel < params.sparse.head_dim ? q[channel] : Element(0.f);
+        }
+      }
+    }
+  }
+}
+
+// Puts the tile's logits back in token order through shared memory and writes them, a query row after the other.
+template <class Traits, class Fragment>
+CUTE_DEVICE void store_logits(Params const& params, Segment const& segment, int tile, Stage stage,
+                              Fragment const& tCrC /* (MMA,MMA_M,MMA_N) */) {
+  auto* logits = reinterpret_cast<float*>(stage.block);  // (N, kLogitsStride)
+  int lane = threadIdx.x % 32;
+  auto thr_mma = typename Traits::TiledMma{}.get_slice(lane);
+  Tensor cC = make_identity_tensor(Shape<Int<Traits::kM>, Int<Traits::kN>>{});  // (BLK_M,BLK_N) -> (token_position, row)
+  Tensor tCcC = thr_mma.partition_C(cC);                                       // ((2,2),MMA_M,MMA_N)
+  CUTE_STATIC_ASSERT_V(shape(tCcC) == shape(tCrC));
+  CUTE_STATIC_ASSERT_V((shape<0>(tCcC) == Shape<_2, _2>{}));  // two neighbouring rows of query, then 8 positions further on
+  int token_of[2][Traits::kM / 16];
+  CUTE_UNROLL
+  for (int m = 0; m < size<1>(tCcC); ++m) {
+    CUTE_UNROLL
+    for (int j = 0; j < 2; ++j) token_of[j][m] = stage.token_order()[get<0>(tCcC(make_coord(0, j), m, 0))];
+  }
+  CUTE_UNROLL
+  for (int n = 0; n < size<2>(tCcC); ++n) {
+    CUTE_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      int row = get<1>(tCcC(make_coord(i, 0), 0, n));
+      if (row >= segment.rows) continue;
+      CUTE_UNROLL
+      for (int m = 0; m < size<1>(tCcC); ++m) {
+        CUTE_UNROLL
+        for (int j = 0; j < 2; ++j) logits[row * kLogitsStride + token_of[j][m]] = tCrC(make_coord(i, j), m, n);
+      }
+    }
+  }
+  __syncwarp();
+
+  int64_t tokens = params.sparse.tokens, token = int64_t{tile - segment.tiles.begin} * Traits::kTokens + 2 * lane;
+  if (token >= tokens) return;
+  int64_t out = (int64_t{segment.head} * params.work.rows + segment.first_row) * tokens + token;
+  visit_dtype(params.out_dtype, [&](auto type) {
+    using Out = decltype(type);
+    using Pair = std::conditional_t<sizeof(Out) == 4, uint64_t, uint32_t>;
+    auto* to = static_cast<Out*>(params.out) + out;
+    CUTE_NO_UNROLL
+    for (int row = 0; row < segment.rows; ++row, to += tokens) {
+      float2 pair = *reinterpret_cast<float2 const*>(logits + row * kLogitsStride + 2 * lane);
+      alignas(Pair) Out values[2] = {Out(pair.x * params.scale), Out(pair.y * params.scale)};
+      if (params.vectorized) {
+        *reinterpret_cast<Pair*>(to) = *reinterpret_cast<Pair const*>(values);
+      } else {
+        to[0] = values[0];
+        if (token + 1 < tokens) to[1] = values[1];
+      }
+    }
+  });
+}
+
+template <class Traits, class Pipeline>
+__global__ void __launch_bounds__(32 * Traits::kMaxWarps, 1) sparse_qk_kernel(CUTE_GRID_CONSTANT Params const params) {
+  extern __shared__ __align__(128) uint8_t shared[];
+  using TiledMma = typename Traits::TiledMma;
+  int warp = threadIdx.x / 32;
+  TileRange piece = piece_tiles(params.work, blockIdx.x * (blockDim.x / 32) + warp);
+  Pipeline pipeline(params, Ring(params.stages, shared, warp), piece);
+
+  auto thr_mma = TiledMma{}.get_slice(threadIdx.x % 32);
+  Tensor cB = make_identity_tensor(Shape<Int<Traits::kN>, Int<Traits::kK>>{});
+  Tensor tCrB = make_tensor<typename Traits::Element>(shape(thr_mma.partition_B(cB)));  // (MMA,MMA_N,MMA_K)
+  for (int tile = piece.begin; tile < piece.end;) {
+    Segment segment = segment_at<Traits::kN>(params.work, params.work.tiles_per_segment.div(tile));
+    load_queries<Traits>(params, segment, tCrB);
+    CUTE_NO_UNROLL
+    for (int end = min(segment.tiles.end, piece.end); tile < end; ++tile) {
+      Stage stage = pipeline.next();
+      Tensor tCrC = partition_fragment_C(TiledMma{}, Shape<Int<Traits::kM>, Int<Traits::kN>>{});  // (MMA,MMA_M,MMA_N)
+      clear(tCrC);
+      multiply_tile<Traits>(cast_smem_ptr_to_uint(stage.block), tCrB, tCrC);
+      __syncwarp();  // the block has been read: its room now takes the logits
+      store_logits<Traits>(params, segment, tile, stage, tCrC);
+    }
+  }
+}
+
+}  // namespace cute_kernels::matmul

@@ -1,0 +1,124 @@
+// P^T of a tile as B fragments: tokens put in the tile's order, values brought to the element type of V.
+//
+// p in the type of V is taken as it is. bf16 holds every float's range, so for V in bf16 a conversion is enough. For V in
+// fp16, p in fp32 or bf16 is scaled by a power of two per query row, such that the largest |p| seen so far falls in
+// [2^14, 2^15); when a larger one comes, the row's accumulators are scaled down, as online softmax does. Values down to
+// 2^-28 of the row's largest keep their full precision.
+#pragma once
+
+#include "cute_kernels/common/numeric.hpp"
+#include "cute_kernels/matmul/stage.hpp"
+#include "cute_kernels/matmul/tile_scheduler.hpp"
+#include "cute_kernels/matmul/traits.hpp"
+
+namespace cute_kernels::matmul {
+
+inline constexpr int kExponentBias = 127;
+inline constexpr int kTargetExponent = 14;  // of the largest scaled |p|
+
+CUTE_DEVICE float power_of_two(int exponent) {  // exponent in [-126, 127]
+  return __int_as_float((exponent + kExponentBias) << 23);
+}
+
+// The rows' largest exponents, held as the accumulators are: columns 2 (lane % 4) + {0, 1} of every n8 block.
+template <class Traits>
+struct RowScales {
+  static constexpr int kBlocks = Traits::kN / 8;
+  static constexpr int kLowest = -126 + kTargetExponent + 1;
+  int exponent[kBlocks][2];
+  bool used = false;
+
+  CUTE_DEVICE RowScales() {
+    CUTE_UNROLL
+    for (int n = 0; n < kBlocks; ++n) exponent[n][0] = exponent[n][1] = kLowest;
+  }
+
+  // Takes note of the largest |p| that this lane loads of its row in n8 block n. Returns the row's scale, having brought
+  // accumulators to it.
+  template <class Fragment>
+  CUTE_DEVICE float admit(float largest, int n, Fragment& tCrC /* ((2,2),MMA_M,MMA_N) */) {
+    used = true;
+    int lane = threadIdx.x % 32;
+    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+    // A quad loads row lane / 4, but accumulates rows 2 (lane % 4) + {0, 1}.
+    int seen = min(static_cast<int>(__float_as_uint(largest) >> 23) - kExponentBias, kExponentBias);
+    CUTE_UNROLL
+    for (int column = 0; column < 2; ++column) {
+      int next = max(exponent[n][column], __shfl_sync(~0u, seen, 4 * (2 * (lane % 4) + column)));
+      int step = max(exponent[n][column] - next, -2 * 126);
+      exponent[n][column] = next;
+      if (!__any_sync(~0u, step != 0)) continue;
+      // Two factors: a step may be larger than one power of two can hold.
+      float first = power_of_two(step / 2), second = power_of_two(step - step / 2);
+      CUTE_UNROLL
+      for (int m = 0; m < size<1>(tCrC); ++m) {
+        tCrC(column, m, n) = tCrC(column, m, n) * first * second;
+        tCrC(column + 2, m, n) = tCrC(column + 2, m, n) * first * second;
+      }
+    }
+    int source = lane / 8;  // a lane that accumulates row lane / 4, as its column lane / 4 % 2
+    int exponent0 = __shfl_sync(~0u, exponent[n][0], source), exponent1 = __shfl_sync(~0u, exponent[n][1], source);
+    return power_of_two(kTargetExponent - (lane / 4 % 2 ? exponent1 : exponent0));
+  }
+
+  // Brings accumulators back to the scale of p.
+  template <class Fragment>
+  CUTE_DEVICE void undo(Fragment& tCrC /* ((2,2),MMA_M,MMA_N) */) const {
+    if (!used) return;
+    CUTE_UNROLL
+    for (int n = 0; n < kBlocks; ++n) {
+      CUTE_UNROLL
+      for (int column = 0; column < 2; ++column) {
+        float factor = power_of_two(exponent[n][column] - kTargetExponent);
+        CUTE_UNROLL
+        for (int m = 0; m < size<1>(tCrC); ++m) tCrC(column, m, n) *= factor, tCrC(column + 2, m, n) *= factor;
+      }
+    }
+  }
+};
+
+template <class Traits, class FragmentB, class FragmentC>
+CUTE_DEVICE void load_probabilities(Params const& params, Segment const& segment, Stage stage,
+                                    RowScales<Traits>& scales, FragmentB& tCrB /* (MMA,MMA_N,MMA_K) */, FragmentC& tCrC /* (MMA,MMA_M,MMA_N) */) {
+  using Element = typename Traits::Element;
+  int lane = threadIdx.x % 32;
+  auto thr_mma = typename Traits::TiledMma{}.get_slice(lane);
+  Tensor cB = make_identity_tensor(Shape<Int<Traits::kN>, Int<Traits::kK>>{});  // (BLK_N,BLK_K) -> (row, token_position)
+  Tensor tCcB = thr_mma.partition_B(cB);                                       // (MMA,MMA_N,MMA_K)
+  CUTE_STATIC_ASSERT_V(shape(tCcB) == shape(tCrB));
+  CUTE_STATIC_ASSERT_V((shape<0>(tCcB) == Shape<_2, _2>{}));  // two neighbouring positions, then 8 further on
+  constexpr int kTokenBlocks = decltype(size<2>(tCcB))::value, kBlocks = RowScales<Traits>::kBlocks;
+  uint32_t tokens[kTokenBlocks][2];  // of the two neighbours, a byte each
+  CUTE_UNROLL
+  for (int i = 0; i < 2 * kTokenBlocks; ++i)
+    tokens[i / 2][i % 2] = *reinterpret_cast<uint16_t const*>(stage.token_order() + get<1>(tCcB(make_coord(0, i % 2), 0, i / 2)));
+
+  visit_dtype(params.dense.dtype, [&](auto type) {
+    using P = decltype(type);
+    constexpr bool kScaled = std::is_same_v<Element, half_t> && !std::is_same_v<P, half_t>;
+    constexpr int kRowBytes = dense_row_bytes(std::is_same_v<P, float> ? DType::kFloat32 : DType::kFloat16);
+    CUTE_UNROLL
+    for (int n = 0; n < kBlocks; ++n) {
+      int row = min(get<0>(tCcB(0, n, 0)), segment.rows - 1);  // rows beyond the last are computed and never stored
+      auto const* p_row = reinterpret_cast<P const*>(stage.dense_rows() + row * kRowBytes);
+      auto p_at = [&](int i, int j, int k) { return p_row[tokens[k][j] >> (8 * i) & 0xff]; };
+      float scale = 1;
+      if constexpr (kScaled) {
+        float largest = 0;
+        CUTE_UNROLL
+        for (int i = 0; i < 4 * kTokenBlocks; ++i)  // ignores NaN, which needs no scale
+          largest = fmaxf(largest, fabsf(float(p_at(i % 2, i / 2 % 2, i / 4))));
+        scale = scales.admit(largest, n, tCrC);
+      }
+      CUTE_UNROLL
+      for (int i = 0; i < 4 * kTokenBlocks; ++i) {
+        P p = p_at(i % 2, i / 2 % 2, i / 4);
+        if constexpr (std::is_same_v<P, Element>) tCrB(i % 4, n, i / 4) = p;
+        else tCrB(i % 4, n, i / 4) = Element(float(p) * scale);
+      }
+    }
+  });
+}
+
+}  // namespace cute_kernels::matmul

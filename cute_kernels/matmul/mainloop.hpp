@@ -1,0 +1,41 @@
+// The decompress-and-multiply step shared by every architecture that multiplies with mma.sync: one tile, one warp.
+#pragma once
+
+#include "cute_kernels/matmul/decompress.hpp"
+#include "cute_kernels/matmul/traits.hpp"
+
+namespace cute_kernels::matmul {
+
+// accumulators += tile * B, where `block` is the tile's block in shared memory.
+template <class Traits, class FragmentB, class FragmentC>
+CUTE_DEVICE void multiply_tile(uint32_t block, FragmentB const& tCrB /* (MMA,MMA_N,MMA_K) */,
+                               FragmentC& tCrC /* (MMA,MMA_M,MMA_N) */) {
+  using Element = typename Traits::Element;
+  constexpr int kAtoms = Traits::kStepAtoms;
+  MMA_Atom<MmaOp<Element>> mma;
+  CUTE_STATIC_ASSERT_V(size<1>(tCrC) == Int<Traits::kM / 16>{});
+  CUTE_STATIC_ASSERT_V(size<2>(tCrC) == Int<Traits::kN / 8>{});
+  CUTE_STATIC_ASSERT_V(size<2>(tCrB) == Int<Traits::kK / 16>{});
+
+  uint32_t column = block + 4 * (threadIdx.x % 32);
+  StreamCursor at = first_values<Traits::kHeadDim>(column);
+  CUTE_UNROLL
+  for (int step = 0; step < Traits::kSteps; ++step) {
+    Tensor tCrA = make_tensor<Element>(Shape<Shape<_2, _2, _2>, Int<kAtoms>>{});  // (MMA,ATOMS)
+    Tensor registers = coalesce(recast<uint32_t>(tCrA));                          // (32)
+    CUTE_STATIC_ASSERT_V(size(registers) == Int<32>{});
+    uint32_t word0 = ptx::load_shared_u32(column + 2 * step * format::kRowBytes);
+    uint32_t word1 = ptx::load_shared_u32(column + (2 * step + 1) * format::kRowBytes);
+    decompress64(word0, word1, at, registers);
+    CUTE_UNROLL
+    for (int i = 0; i < kAtoms; ++i) {
+      int atom = step * kAtoms + i;  // atoms run over blocks of 16 channels, then over blocks of 16 tokens
+      int channels = atom % Traits::kChannelBlocks, tokens = atom / Traits::kChannelBlocks;
+      int m = Traits::kIsKey ? tokens : channels, k = Traits::kIsKey ? channels : tokens;
+      CUTE_UNROLL
+      for (int n = 0; n < Traits::kN / 8; ++n) cute::gemm(mma, tCrA(_, i), tCrB(_, n, k), tCrC(_, m, n));
+    }
+  }
+}
+
+}  // namespace cute_kernels::matmul

@@ -1,0 +1,57 @@
+// Striped partition: all tiles in one line, cut into equal pieces of consecutive tiles, one a warp. No shape leaves SMs or
+// warps idle, and warps need not wait for one another. combine.hpp puts together what several pieces share.
+#pragma once
+
+#include "cute_kernels/matmul/params.hpp"
+
+namespace cute_kernels::matmul {
+
+struct TileRange {
+  int begin, end;
+};
+
+// Pieces differ by one tile at most, the longer ones spread evenly. spare_tiles < pieces < 2^15, so the product fits.
+CUTE_HOST_DEVICE int piece_begin(Work const& work, int piece) {
+  return piece * work.tiles_per_piece + static_cast<int>(uint32_t(piece) * uint32_t(work.spare_tiles) / uint32_t(work.pieces));
+}
+
+CUTE_HOST_DEVICE TileRange piece_tiles(Work const& work, int piece) {
+  return {piece_begin(work, piece), piece_begin(work, piece + 1)};
+}
+
+CUTE_HOST_DEVICE int piece_of_tile(Work const& work, int tile) {
+  int piece = static_cast<int>(int64_t{tile} * work.pieces / work.tiles);
+  while (piece_begin(work, piece + 1) <= tile) ++piece;
+  return piece;
+}
+
+struct Segment {
+  int index;
+  int head;             // batch * kv_heads + kv_head
+  int first_row, rows;  // of its block of query rows
+  TileRange tiles;      // in the line
+};
+
+template <int N>
+CUTE_HOST_DEVICE Segment segment_at(Work const& work, int index) {
+  int head, block, tiles = work.tiles_per_segment.divisor;
+  work.row_blocks(head, block, index);
+  int first_row = block * N, rows = work.rows - first_row;
+  return {index, head, first_row, rows < N ? rows : N, {index * tiles, (index + 1) * tiles}};
+}
+
+// Where the tile is in the storage.
+CUTE_HOST_DEVICE int64_t storage_tile(Work const& work, int tile) {
+  int segment, offset;
+  work.tiles_per_segment(segment, offset, tile);
+  return int64_t{work.row_blocks.div(segment)} * work.tiles_per_segment.divisor + offset;
+}
+
+CUTE_HOST_DEVICE int64_t dense_row_offset(DenseOperand const& dense, Work const& work, int head, int row) {
+  int batch, kv_head, query_head, query_token;
+  work.kv_heads(batch, kv_head, head);
+  work.query_tokens(query_head, query_token, row);
+  return batch * dense.stride_batch + (kv_head * work.group + query_head) * dense.stride_head + query_token * dense.stride_token;
+}
+
+}  // namespace cute_kernels::matmul
