@@ -1,0 +1,96 @@
+// _C.cuda: the GPU backends. Arguments were checked in Python; pointers are device pointers on the current device.
+#if CUTE_KERNELS_CUDA
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "cute_kernels/bindings/bindings.hpp"
+#include "cute_kernels/compress/compress.hpp"
+#include "cute_kernels/dispatch/products.hpp"
+
+namespace py = pybind11;
+
+namespace cute_kernels::bindings {
+namespace {
+
+using Strides = std::array<int64_t, 3>;
+
+template <class T>
+T* pointer(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+cudaStream_t stream_of(uintptr_t stream) { return reinterpret_cast<cudaStream_t>(stream); }
+
+compress::DenseView dense_view(uintptr_t x, Strides const& strides, int batch, int kv_heads, int64_t tokens, int head_dim,
+                               int dtype) {
+  return {pointer<void>(x), strides[0], strides[1], strides[2], batch, kv_heads, tokens, head_dim,
+          static_cast<format::DType>(dtype)};
+}
+
+compress::DenseView dense_view(uintptr_t x, Strides const& strides, format::SparseView const& view) {
+  return {pointer<void>(x), strides[0], strides[1], strides[2], view.batch, view.kv_heads, view.tokens, view.head_dim, view.dtype};
+}
+
+void select(uintptr_t x, Strides const& strides, int batch, int kv_heads, int64_t tokens, int head_dim, int dtype, int keep,
+            uintptr_t masks, uintptr_t counts, uintptr_t pruned, uintptr_t stream) {
+  compress::select(dense_view(x, strides, batch, kv_heads, tokens, head_dim, dtype), keep, pointer<uint32_t>(masks),
+                   pointer<int32_t>(counts), pointer<void>(pruned), stream_of(stream));
+}
+
+void balance(uintptr_t masks, uintptr_t channel_order, uintptr_t masks2, uintptr_t channel_order2, int batch, int kv_heads,
+             int64_t tokens, int head_dim, uintptr_t token_order, uintptr_t longest, uintptr_t longest2, uintptr_t stream) {
+  compress::balance({pointer<uint32_t>(masks), pointer<uint8_t>(channel_order), pointer<int32_t>(longest)},
+                    {pointer<uint32_t>(masks2), pointer<uint8_t>(channel_order2), pointer<int32_t>(longest2)}, batch * kv_heads,
+                    tokens, format::padded_head_dim(head_dim), pointer<uint8_t>(token_order), stream_of(stream));
+}
+
+void pack(uintptr_t x, Strides const& strides, uintptr_t masks, format::SparseView const& view, uintptr_t stream) {
+  compress::pack(dense_view(x, strides, view), pointer<uint32_t>(masks), view, stream_of(stream));
+}
+
+void decompress(format::SparseView const& view, uintptr_t out, uintptr_t stream) {
+  compress::decompress(view, pointer<void>(out), stream_of(stream));
+}
+
+void sparse_qk(format::SparseView const& view, uintptr_t q, Strides const& q_strides, int q_heads, int q_tokens, float scale,
+               uintptr_t out, int out_dtype, std::string const& backend, uintptr_t stream, int warps, int stages) {
+  dispatch::Product product{view, {pointer<void>(q), q_strides[0], q_strides[1], q_strides[2], view.dtype}, q_heads, q_tokens,
+                            pointer<void>(out), static_cast<format::DType>(out_dtype), scale, nullptr};
+  dispatch::run(product, backend, {warps, stages}, stream_of(stream));
+}
+
+void sparse_av(format::SparseView const& view, uintptr_t p, Strides const& p_strides, int p_dtype, int q_heads, int q_tokens,
+               uintptr_t out, uintptr_t workspace, std::string const& backend, uintptr_t stream, int warps, int stages) {
+  dispatch::Product product{view,
+                            {pointer<void>(p), p_strides[0], p_strides[1], p_strides[2], static_cast<format::DType>(p_dtype)},
+                            q_heads, q_tokens, pointer<void>(out), view.dtype, 1.f, pointer<void>(workspace)};
+  dispatch::run(product, backend, {warps, stages}, stream_of(stream));
+}
+
+}  // namespace
+
+void bind_cuda(py::module_& m) {
+  using namespace py::literals;
+  auto cuda = m.def_submodule("cuda", "GPU backends: device pointers, sizes, the stream");
+  std::vector<std::string> backends;
+  for (char const* name : {"sm80", "sm90"})
+    if (dispatch::has_backend(name)) backends.push_back(name);
+  cuda.attr("BACKENDS") = backends;
+  cuda.def("select", &select, "x"_a, "strides"_a, "batch"_a, "kv_heads"_a, "tokens"_a, "head_dim"_a, "dtype"_a, "keep"_a,
+           "masks"_a, "counts"_a, "pruned"_a, "stream"_a);
+  cuda.def("balance", &balance, "masks"_a, "channel_order"_a, "masks2"_a, "channel_order2"_a, "batch"_a, "kv_heads"_a,
+           "tokens"_a, "head_dim"_a, "token_order"_a, "longest"_a, "longest2"_a, "stream"_a);
+  cuda.def("pack", &pack, "x"_a, "strides"_a, "masks"_a, "view"_a, "stream"_a);
+  cuda.def("decompress", &decompress, "view"_a, "out"_a, "stream"_a);
+  cuda.def("workspace_bytes", &dispatch::workspace_bytes, "view"_a, "q_heads"_a, "q_tokens"_a,
+           "bytes of scratch memory that sparse_av needs on the current device");
+  cuda.def("sparse_qk", &sparse_qk, "view"_a, "q"_a, "q_strides"_a, "q_heads"_a, "q_tokens"_a, "scale"_a, "out"_a,
+           "out_dtype"_a, "backend"_a, "stream"_a, "warps"_a = 0, "stages"_a = 0);
+  cuda.def("sparse_av", &sparse_av, "view"_a, "p"_a, "p_strides"_a, "p_dtype"_a, "q_heads"_a, "q_tokens"_a, "out"_a,
+           "workspace"_a, "backend"_a, "stream"_a, "warps"_a = 0, "stages"_a = 0);
+}
+
+}  // namespace cute_kernels::bindings
+
+#endif  // CUTE_KERNELS_CUDA

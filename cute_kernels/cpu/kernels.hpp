@@ -1,0 +1,93 @@
+// What is compiled once for each instruction set. Free of the format's headers on purpose: an inline function compiled
+// with AVX-512 that the linker kept for everyone would crash older CPUs. Layout comes in as tables (layout.hpp).
+#pragma once
+
+#include <cstdint>
+
+namespace cute_kernels::cpu {
+
+inline constexpr int kTokensOfTile = 64;
+inline constexpr int kVectorPadding = 32;  // values that a vector load may read beyond the end of a stream
+
+enum class Number : int { kFloat16 = 0, kBFloat16 = 1, kFloat32 = 2 };  // as format::DType
+
+// A tile ready to be multiplied.
+struct UnpackedTile {
+  uint16_t* masks;  // (bitmap_rows, 2, 32): which of the 16 entries of a stream that a bitmap word covers are nonzero
+  float* streams;   // (32, 2, stride): nonzeros in stream order
+  int stride;       // at least the longest stream, rounded up to 16, + kVectorPadding
+};
+
+// A tile of bf16 for instructions that multiply pairs of bf16; 32 entries of a stream at a time.
+struct PairedTile {
+  uint32_t* masks;    // (bitmap_rows / 2, 2, 32)
+  uint16_t* streams;  // (32, 2, stride)
+  int stride;
+};
+
+// p in the order in which the kernels use it: by pattern slot, see multiply_values.
+struct WeightRow {
+  const void* data;
+  Number dtype;
+  int valid;                   // tokens of the tile that there are; p of the others is 0
+  const uint8_t* token_order;  // token_position -> token
+};
+
+// The products of bf16 by pairs of entries, one of each stream: both share the token (keys: two channels) or the channel
+// (values: two tokens). The entries of a block of 32 come in the order of pair_slot_entry. The hardware flushes subnormals,
+// so these serve only tiles and operands with none of them near, see kMinPairMagnitude; others take the float kernels.
+struct PairKernels {
+  // False: the tile holds Inf, NaN or nonzeros below kMinPairMagnitude, and is not unpacked.
+  bool (*unpack)(const uint32_t* block, int bitmap_rows, int value_rows, const PairedTile& tile);
+
+  // panel (rows, [column][slot]): q of stream 0 in the low half, of stream 1 in the high half. sums as in Kernels.
+  void (*multiply_keys)(const PairedTile& tile, int head_dim, const uint32_t* panel, int rows, float* sums);
+
+  // One row of p as patterns [part][c][column][4] of pairs; parts = 2: every weight is the sum of two bf16.
+  // position: [c][column][4][stream] -> token_position. False: the weights are too small for pairs.
+  bool (*make_patterns)(const WeightRow& p, const uint8_t* position, int parts, uint32_t* patterns);
+
+  // patterns (rows, parts, ...). sums (rows, [row][slot]): added to.
+  void (*multiply_values)(const PairedTile& tile, int head_dim, const uint32_t* patterns, int parts, int rows, float* sums);
+};
+
+inline constexpr int kPairBlock = 32;
+// Slot -> entry within a block of 32: unpacking 16-bit vectors takes 4 entries out of every 8.
+constexpr int pair_slot_entry(int slot) { return slot / 16 * 4 + slot % 16 / 4 * 8 + slot % 4; }
+inline constexpr uint16_t kMinPairMagnitude = (127 - 50) << 7;  // 2^-50 as bf16: sums of products stay far above 2^-126
+
+struct Kernels {
+  const char* name;
+
+  void (*unpack)(const uint32_t* block, int bitmap_rows, int value_rows, bool bfloat16, const UnpackedTile& tile);
+
+  // panel (rows, [column][stream][entries]): q by channel of the entry. sums (rows, [row][c][2]): overwritten.
+  void (*multiply_keys)(const UnpackedTile& tile, int head_dim, const float* panel, int rows, float* sums);
+
+  // One row of sums, scaled, in the order of tokens. sum_of_token: token within the tile -> sum.
+  void (*store_logits)(const float* sums, const uint8_t* sum_of_token, float scale, int valid, Number dtype, void* out);
+
+  // One row of p as patterns [c][column][stream][4]; position: the same order -> token_position.
+  void (*make_patterns)(const WeightRow& p, const uint8_t* position, float* patterns);
+
+  // patterns (rows, [c][column][stream][4]): p by token of the entry. sums (rows, [row][entries]): added to.
+  void (*multiply_values)(const UnpackedTile& tile, int head_dim, const float* patterns, int rows, float* sums);
+
+  // One token: sets mask (padded_head_dim / 32 words), adds the kept to counts if any, writes pruned if any.
+  void (*select_row)(const uint16_t* x, int head_dim, int padded_head_dim, bool bfloat16, int keep, uint32_t* mask,
+                     int32_t* counts, uint16_t* pruned);
+
+  const PairKernels* pairs;  // or null
+};
+
+// The best kernels that this CPU runs, or those that the environment variable CUTE_KERNELS_CPU_ISA names.
+// Throws std::runtime_error if it names something unknown or more than this CPU or build has.
+const Kernels& kernels();
+
+// Null where the build has no such kernels.
+const Kernels* scalar_kernels();
+const Kernels* avx2_kernels();
+const Kernels* avx512_kernels();
+const PairKernels* avx512_bf16_pair_kernels();
+
+}  // namespace cute_kernels::cpu

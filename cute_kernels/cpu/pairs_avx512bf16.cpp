@@ -1,0 +1,284 @@
+// The products of bf16 by pairs, for CPUs with AVX512_BF16 and AVX512_VBMI2.
+#include "cute_kernels/cpu/kernels.hpp"
+
+#if defined(__AVX512BF16__) && defined(__AVX512VBMI2__)
+#define CUTE_KERNELS_HAVE_PAIRS 1
+#endif
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wuninitialized"  // GCC's own intrinsics start from undefined vectors
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
+
+#if CUTE_KERNELS_HAVE_PAIRS
+
+#include "cute_kernels/cpu/operand_rows.hpp"
+#include "cute_kernels/cpu/simd_avx512.hpp"
+#include "cute_kernels/cpu/tile_shape.hpp"
+
+namespace cute_kernels::cpu {
+namespace {
+
+using Words = Avx512::Words;
+using Float = Avx512::Float;
+
+constexpr int kTileSums = kTileRows * kTileBlocks * 2;
+constexpr int kPatternPart = kTileBlocks * kTileColumns * 4;
+
+// The magnitudes as 16-bit integers: none between 0 and kMinPairMagnitude, none from infinity up.
+class MagnitudeCheck {
+ public:
+  // Written out: GCC compiles an implicit one without the extensions above.
+  MagnitudeCheck() : most_(_mm512_setzero_si512()), least_(_mm512_set1_epi16(-1)) {}
+  void add(Words halves) {
+    Words magnitude = _mm512_and_si512(halves, _mm512_set1_epi16(0x7fff));
+    most_ = _mm512_max_epu16(most_, magnitude);
+    least_ = _mm512_min_epu16(least_, _mm512_sub_epi16(magnitude, _mm512_set1_epi16(1)));  // 0 becomes the largest
+  }
+  bool passed() const {
+    return _mm512_cmpge_epu16_mask(most_, _mm512_set1_epi16(0x7f80)) == 0 &&
+           _mm512_cmplt_epu16_mask(least_, _mm512_set1_epi16(kMinPairMagnitude - 1)) == 0;
+  }
+
+ private:
+  Words most_, least_;
+};
+
+// As shuffle_bits, but with bytes 1 and 2 of the result exchanged: low, low of stream 0, 1, then high, high.
+inline Words shuffle_bits16(Words w) {
+  const Words nibble = _mm512_set1_epi8(0x0f);
+  const Words spread = _mm512_broadcast_i32x4(_mm_setr_epi8(0x00, 0x01, 0x04, 0x05, 0x10, 0x11, 0x14, 0x15, 0x40, 0x41, 0x44,
+                                                            0x45, 0x50, 0x51, 0x54, 0x55));  // bit i to bit 2 i
+  Words low = _mm512_shuffle_epi8(spread, _mm512_and_si512(w, nibble));
+  Words high = _mm512_shuffle_epi8(spread, _mm512_and_si512(_mm512_srli_epi32(w, 4), nibble));
+  low = _mm512_or_si512(low, _mm512_srli_epi32(low, 15));  // the upper half's bits go between the lower half's
+  high = _mm512_or_si512(high, _mm512_srli_epi32(high, 15));
+  return _mm512_mask_blend_epi16(0xaaaaaaaau, low, _mm512_slli_epi32(high, 16));
+}
+
+void unpack_masks(const uint32_t* block, int bitmap_rows, uint32_t* masks) {
+  constexpr __mmask32 kOddHalves = 0xaaaaaaaau;
+  const Words order =
+      _mm512_broadcast_i32x4(_mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15));
+  for (int row = 0; row < bitmap_rows; row += 2, masks += kTileStreams * kTileLanes)
+    for (int lane = 0; lane < kTileLanes; lane += 16) {
+      const uint32_t* words = block + row * kTileLanes + lane;
+      Words first = _mm512_shuffle_epi8(shuffle_bits16(Avx512::load_words(words)), order);
+      Words second = _mm512_shuffle_epi8(shuffle_bits16(Avx512::load_words(words + kTileLanes)), order);
+      _mm512_storeu_si512(masks + lane, _mm512_mask_blend_epi16(kOddHalves, first, _mm512_slli_epi32(second, 16)));
+      _mm512_storeu_si512(masks + kTileLanes + lane,
+                          _mm512_mask_blend_epi16(kOddHalves, _mm512_srli_epi32(first, 16), second));
+    }
+}
+
+bool unpack(const uint32_t* block, int bitmap_rows, int value_rows, const PairedTile& tile) {
+  unpack_masks(block, bitmap_rows, tile.masks);
+  MagnitudeCheck check;
+  const uint32_t* values = block + bitmap_rows * kTileLanes;
+  for (int lane0 = 0; lane0 < kTileLanes; lane0 += 16)
+    for (int row0 = 0; row0 < value_rows; row0 += 16) {
+      Words words[16];  // row row0 + i of 16 lanes, then lane lane0 + i of 16 rows
+      const uint32_t* corner = values + row0 * kTileLanes + lane0;
+      for (int i = 0; i < 16; ++i) {
+        words[i] = row0 + i < value_rows ? Avx512::load_words(corner + i * kTileLanes) : Avx512::zero_words();
+        check.add(words[i]);
+      }
+      Avx512::transpose(words);
+      uint16_t* stream = tile.streams + lane0 * kTileStreams * tile.stride + row0;
+      for (int i = 0; i < 16; ++i, stream += kTileStreams * tile.stride) {
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(stream), _mm512_cvtepi32_epi16(words[i]));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(stream + tile.stride),
+                            _mm512_cvtepi32_epi16(_mm512_srli_epi32(words[i], 16)));
+      }
+    }
+  return check.passed();
+}
+
+// The next 32 entries of both streams of a lane as pairs: slots 0-15, slots 16-31.
+struct Pairs {
+  __m512bh low, high;
+};
+
+class PairReader {
+ public:
+  PairReader(const PairedTile& tile, int lane)
+      : masks_(tile.masks + lane), even_(tile.streams + lane * kTileStreams * tile.stride), odd_(even_ + tile.stride) {}
+
+  Pairs next() {
+    const uint32_t even_mask = masks_[0], odd_mask = masks_[kTileLanes];
+    Words even = _mm512_loadu_si512(even_), odd = _mm512_loadu_si512(odd_);
+    asm("" : "+v"(even), "+v"(odd));  // expand in registers
+    even = _mm512_maskz_expand_epi16(even_mask, even);
+    odd = _mm512_maskz_expand_epi16(odd_mask, odd);
+    masks_ += kTileStreams * kTileLanes;
+    even_ += _mm_popcnt_u32(even_mask);
+    odd_ += _mm_popcnt_u32(odd_mask);
+    return {(__m512bh)_mm512_unpacklo_epi16(even, odd), (__m512bh)_mm512_unpackhi_epi16(even, odd)};
+  }
+
+ private:
+  const uint32_t* masks_;
+  const uint16_t *even_, *odd_;
+};
+
+inline __m512bh load_pairs(const uint32_t* p) { return (__m512bh)_mm512_loadu_si512(p); }
+inline __m512bh repeat4_pairs(const uint32_t* p) {
+  return (__m512bh)_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+
+// kTogether blocks of tokens are interleaved: products into one sum come one after the other only with the latency of a
+// product (6 clocks), and the scheduler does not look far enough ahead to fill that by itself.
+template <int HeadDim, int N>
+void multiply_keys(const PairedTile& tile, const uint32_t* panel, float* sums) {
+  constexpr int kSlots = HeadDim / 4, kBlocks = kSlots / kPairBlock, kPanel = kTileColumns * kSlots;
+  constexpr int kTogether = 2;
+  for (int row = 0; row < kTileRows; ++row) {
+    Float sum[N][kTileBlocks];
+    for (int n = 0; n < N; ++n)
+      for (int c = 0; c < kTileBlocks; ++c) sum[n][c] = _mm512_setzero_ps();
+    for (int column = 0; column < kTileColumns; ++column) {
+      PairReader reader(tile, row * kTileColumns + column);
+      const uint32_t* q = panel + column * kSlots;
+#pragma GCC unroll 4
+      for (int c = 0; c < kTileBlocks; c += kTogether) {
+        Pairs k[kTogether][kBlocks];
+        for (int i = 0; i < kTogether; ++i)
+          for (int w = 0; w < kBlocks; ++w) k[i][w] = reader.next();
+        for (int w = 0; w < kBlocks; ++w)
+          for (int half = 0; half < 2; ++half)
+            for (int n = 0; n < N; ++n) {
+              __m512bh q_pairs = load_pairs(q + n * kPanel + w * kPairBlock + half * 16);
+              for (int i = 0; i < kTogether; ++i)
+                sum[n][c + i] = _mm512_dpbf16_ps(sum[n][c + i], half ? k[i][w].high : k[i][w].low, q_pairs);
+            }
+      }
+    }
+    for (int n = 0; n < N; ++n) Avx512::fold(sum[n], sums + n * kTileSums + row * kTileBlocks * 2);
+  }
+}
+
+// Blocks of tokens take turns at kSets sets of sums, for the same reason.
+template <int HeadDim, int N, int Parts>
+void multiply_values(const PairedTile& tile, const uint32_t* patterns, float* sums) {
+  constexpr int kSlots = HeadDim / 4, kBlocks = kSlots / kPairBlock, kSums = kTileRows * kSlots;
+  constexpr int kFit = Avx512::kAccumulators / (2 * kBlocks * N), kSets = kFit < 1 ? 1 : kFit > 4 ? 4 : kFit;
+  constexpr int kTogether = 2;
+  for (int row = 0; row < kTileRows; ++row) {
+    Float sum[kSets][N][2 * kBlocks];
+    float* out = sums + row * kSlots;
+    for (int n = 0; n < N; ++n)
+      for (int i = 0; i < 2 * kBlocks; ++i) {
+        sum[0][n][i] = _mm512_loadu_ps(out + n * kSums + 16 * i);
+        for (int set = 1; set < kSets; ++set) sum[set][n][i] = _mm512_setzero_ps();
+      }
+    for (int column = 0; column < kTileColumns; ++column) {
+      PairReader reader(tile, row * kTileColumns + column);
+#pragma GCC unroll 4
+      for (int c = 0; c < kTileBlocks; c += kTogether) {
+        Pairs v[kTogether][kBlocks];
+        for (int i = 0; i < kTogether; ++i)
+          for (int w = 0; w < kBlocks; ++w) v[i][w] = reader.next();
+        for (int part = 0; part < Parts; ++part)
+          for (int n = 0; n < N; ++n)
+            for (int i = 0; i < kTogether; ++i) {
+              Float(&s)[N][2 * kBlocks] = sum[(c + i) % kSets];
+              __m512bh p = repeat4_pairs(patterns + (n * Parts + part) * kPatternPart + ((c + i) * kTileColumns + column) * 4);
+              for (int w = 0; w < kBlocks; ++w) {
+                s[n][2 * w] = _mm512_dpbf16_ps(s[n][2 * w], v[i][w].low, p);
+                s[n][2 * w + 1] = _mm512_dpbf16_ps(s[n][2 * w + 1], v[i][w].high, p);
+              }
+            }
+      }
+    }
+    for (int n = 0; n < N; ++n)
+      for (int i = 0; i < 2 * kBlocks; ++i) {
+        for (int set = 1; set < kSets; ++set) sum[0][n][i] = _mm512_add_ps(sum[0][n][i], sum[set][n][i]);
+        _mm512_storeu_ps(out + n * kSums + 16 * i, sum[0][n][i]);
+      }
+  }
+}
+
+template <int HeadDim>
+void multiply_keys_rows(const PairedTile& tile, const uint32_t* panel, int rows, float* sums) {
+  for_row_blocks<kMaxRows>(rows, [&](int row, auto n) {
+    multiply_keys<HeadDim, decltype(n)::value>(tile, panel + row * HeadDim, sums + row * kTileSums);
+  });
+}
+
+template <int HeadDim, int Parts>
+void multiply_values_rows(const PairedTile& tile, const uint32_t* patterns, int rows, float* sums) {
+  for_row_blocks<kMaxRows>(rows, [&](int row, auto n) {
+    multiply_values<HeadDim, decltype(n)::value, Parts>(tile, patterns + row * Parts * kPatternPart,
+                                                        sums + row * kTileRows * HeadDim / 4);
+  });
+}
+
+void multiply_keys_any(const PairedTile& tile, int head_dim, const uint32_t* panel, int rows, float* sums) {
+  (head_dim == 128 ? multiply_keys_rows<128> : multiply_keys_rows<256>)(tile, panel, rows, sums);
+}
+
+void multiply_values_any(const PairedTile& tile, int head_dim, const uint32_t* patterns, int parts, int rows, float* sums) {
+  auto one = head_dim == 128 ? multiply_values_rows<128, 1> : multiply_values_rows<256, 1>;
+  auto two = head_dim == 128 ? multiply_values_rows<128, 2> : multiply_values_rows<256, 2>;
+  (parts == 1 ? one : two)(tile, patterns, rows, sums);
+}
+
+// out[i] = in[index[i]] for 64 16-bit values.
+struct Halves64 {
+  Words low, high;
+
+  Halves64 permuted(const uint8_t* index) const {
+    auto places = [&](int i) { return _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(index + i))); };
+    return {_mm512_permutex2var_epi16(low, places(0), high), _mm512_permutex2var_epi16(low, places(32), high)};
+  }
+};
+
+bool make_pair_patterns(const WeightRow& p, const uint8_t* position, int parts, uint32_t* patterns) {
+  alignas(64) uint16_t split[2][kTokensOfTile] = {};  // by token: the upper 16 bits of a weight, and those of what is left
+  if (p.dtype == Number::kBFloat16) {
+    copy_tokens(split[0], p.data, p.valid);
+  } else {
+    alignas(64) float weights[kTokensOfTile];
+    widen_weights<Avx512>(p, weights);
+    for (int i = 0; i < kTokensOfTile; i += 16) {
+      Float w = Avx512::load(weights + i);
+      Words high = _mm512_and_si512(_mm512_castps_si512(w), _mm512_set1_epi32(-65536));
+      high = _mm512_mask_mov_epi32(high, _mm512_cmp_ps_mask(w, w, _CMP_UNORD_Q), _mm512_set1_epi32(0x7fc00000));
+      __mmask16 finite = _mm512_testn_epi32_mask(high, high) |  // nothing is left of Inf and NaN
+                         _mm512_cmplt_epu32_mask(_mm512_slli_epi32(high, 1), _mm512_set1_epi32(-0x1000000));
+      Words low = _mm512_castps_si512(_mm512_maskz_sub_ps(finite, w, _mm512_castsi512_ps(high)));
+      auto store_upper = [&](uint16_t* out, Words words) {
+        _mm256_store_si256(reinterpret_cast<__m256i*>(out), _mm512_cvtepi32_epi16(_mm512_srli_epi32(words, 16)));
+      };
+      store_upper(split[0] + i, high);
+      store_upper(split[1] + i, low);
+    }
+  }
+  Words most = _mm512_setzero_si512();
+  for (int part = 0; part < parts; ++part) {
+    Halves64 by_token = {_mm512_load_si512(split[part]), _mm512_load_si512(split[part] + 32)};
+    Halves64 by_position = by_token.permuted(p.token_order);
+    for (int i = 0; i < kPatternPart; i += kPairBlock) {
+      Halves64 pairs = by_position.permuted(position + i * kTileStreams);
+      _mm512_storeu_si512(patterns + part * kPatternPart + i, pairs.low);
+      _mm512_storeu_si512(patterns + part * kPatternPart + i + 16, pairs.high);
+    }
+    if (part == 0) most = _mm512_max_epu16(_mm512_slli_epi16(by_token.low, 1), _mm512_slli_epi16(by_token.high, 1));
+  }
+  return _mm512_test_epi16_mask(most, most) == 0 ||
+         _mm512_cmpge_epu16_mask(most, _mm512_set1_epi16(static_cast<short>(kMinPairMagnitude << 1))) != 0;
+}
+
+}  // namespace
+
+const PairKernels* avx512_bf16_pair_kernels() {
+  static constexpr PairKernels made = {unpack, multiply_keys_any, make_pair_patterns, multiply_values_any};
+  return &made;
+}
+
+}  // namespace cute_kernels::cpu
+
+#else
+
+const cute_kernels::cpu::PairKernels* cute_kernels::cpu::avx512_bf16_pair_kernels() { return nullptr; }
+
+#endif

@@ -1,0 +1,40 @@
+// The shape of a tile as the kernels see it; layout.cpp checks it against the format.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+namespace cute_kernels::cpu {
+namespace {
+
+constexpr int kTileLanes = 32;
+constexpr int kTileRows = 8;      // lane = kTileColumns * row + column
+constexpr int kTileColumns = 4;
+constexpr int kTileStreams = 2;
+constexpr int kTileBlocks = 4;    // of 16 tokens
+constexpr int kMaskEntries = 16;  // entries of a stream that one bitmap word covers
+constexpr int kMaxRows = 4;       // query rows in registers at a time
+
+// Bits of a bitmap word in stream order. Entry k of stream s has bit (k / 2) + 8 * (2 * (k % 2) + s): bytes 0 and 2 belong
+// to stream 0, 1 and 3 to stream 1, so a perfect shuffle of the word's halves puts each stream's bits side by side.
+inline uint32_t shuffle_bits(uint32_t w) {
+  uint32_t t;
+  t = (w ^ (w >> 8)) & 0x0000ff00u, w ^= t ^ (t << 8);
+  t = (w ^ (w >> 4)) & 0x00f000f0u, w ^= t ^ (t << 4);
+  t = (w ^ (w >> 2)) & 0x0c0c0c0cu, w ^= t ^ (t << 2);
+  t = (w ^ (w >> 1)) & 0x22222222u, w ^= t ^ (t << 1);
+  return w;
+}
+
+// Blocks of up to Most rows; the rest in blocks of half the size, and so on.
+template <int Most, class F>
+inline void for_row_blocks(int rows, F&& f) {
+  int row = 0;
+  for (; row + Most <= rows; row += Most) f(row, std::integral_constant<int, Most>{});
+  if constexpr (Most > 1) {
+    for_row_blocks<Most / 2>(rows - row, [&](int r, auto n) { f(row + r, n); });
+  }
+}
+
+}  // namespace
+}  // namespace cute_kernels::cpu

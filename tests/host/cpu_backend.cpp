@@ -1,0 +1,101 @@
+// link: cute_kernels/cpu/layout.cpp
+// What the CPU kernels assume about the format, and their conversions against CUTLASS's.
+#include <cmath>
+#include <random>
+
+#include "check.hpp"
+#include "cute_kernels/cpu/half.hpp"
+#include "cute_kernels/cpu/kernels.hpp"
+#include "cute_kernels/cpu/layout.hpp"
+#include "cute_kernels/cpu/tile_shape.hpp"
+
+using namespace cute_kernels;
+using namespace cute_kernels::cpu;
+
+// product_layout throws where element_layout has another structure.
+void check_structure() {
+  static_assert(kTileLanes == format::kLanes && kTileRows == kLaneRows && kTileColumns == kLaneColumns);
+  static_assert(kTileStreams == kStreams && kTileBlocks == kTokenBlocks && kTokensOfTile == format::kTileTokens);
+  static_assert(kMaskEntries * kStreams == format::kWordElements);
+  for (auto role : {format::Role::kKey, format::Role::kValue})
+    for (int head_dim = format::kMinHeadDim; head_dim <= format::kMaxHeadDim; head_dim *= 2) {
+      const ProductLayout& layout = product_layout(role, head_dim);
+      check(layout.entries == head_dim / 4, "entries of a stream in a block of tokens", head_dim);
+      check(layout.entries % kMaskEntries == 0, "whole bitmap words", head_dim);
+    }
+  for (int e = 0; e < format::kWordElements; ++e) {
+    int entry = e / kStreams, stream = format::Codec16::stream(e);
+    check(shuffle_bits(1u << format::bitmap_bit(e)) == 1u << (kMaskEntries * stream + entry), "shuffle_bits", e);
+  }
+  bool seen[kPairBlock] = {};
+  for (int slot = 0; slot < kPairBlock; ++slot) {
+    check(!seen[pair_slot_entry(slot)], "pair_slot_entry is one to one", slot);
+    check(pair_slot_entry(slot) % 4 == slot % 4, "slots keep the order within 4 entries", slot);
+    seen[pair_slot_entry(slot)] = true;
+  }
+}
+
+// NaNs need not be the same NaN.
+bool same(float a, float b) { return std::isnan(a) ? std::isnan(b) : bits_of_float(a) == bits_of_float(b); }
+
+void check_widening() {
+  for (uint32_t bits = 0; bits < 0x10000; ++bits) {
+    auto b = static_cast<uint16_t>(bits);
+    float half = static_cast<float>(cute::half_t::bitcast(b)), bfloat = static_cast<float>(cute::bfloat16_t::bitcast(b));
+    check(same(half_to_float(b), half), "half_to_float", bits);
+    check(same(bfloat16_to_float(b), bfloat), "bfloat16_to_float", bits);
+    if (std::isnan(half) || std::isnan(bfloat)) continue;
+    check(float_to_half(half) == b, "there and back by float_to_half", bits);
+    check(float_to_bfloat16(bfloat) == b, "there and back by float_to_bfloat16", bits);
+  }
+}
+
+// To the nearest of the two neighbours, ties to the even one, checked in double precision.
+template <class Widen, class Narrow>
+void check_narrowing(float x, Widen widen, Narrow narrow, double beyond, const char* what) {
+  uint16_t got = narrow(x);
+  if (std::isnan(x)) {
+    check(std::isnan(widen(got)), what, bits_of_float(x));
+    return;
+  }
+  auto value = [&](uint16_t magnitude) {  // infinity rounds as if it were the next number
+    double v = widen(magnitude);
+    return std::isinf(v) ? beyond : v;
+  };
+  uint16_t magnitude = got & 0x7fff;
+  double exact = std::fmin(std::fabs(x), beyond), error = std::fabs(value(magnitude) - exact);
+  bool good = (got >> 15) == (bits_of_float(x) >> 31);
+  for (int step : {-1, 1}) {
+    int neighbour = magnitude + step;
+    if (neighbour < 0 || std::isnan(widen(static_cast<uint16_t>(neighbour)))) continue;
+    double other = std::fabs(value(static_cast<uint16_t>(neighbour)) - exact);
+    good = good && (error < other || (error == other && magnitude % 2 == 0));
+  }
+  check(good, what, bits_of_float(x));
+}
+
+void check_narrowing() {
+  std::mt19937 random(1);
+  auto check_both = [](float x) {
+    check_narrowing(x, half_to_float, float_to_half, 0x1p16, "float_to_half");
+    check_narrowing(x, bfloat16_to_float, float_to_bfloat16, 0x1p128, "float_to_bfloat16");
+  };
+  for (int i = 0; i < 200000; ++i) check_both(float_of_bits(static_cast<uint32_t>(random())));
+  for (uint32_t bits = 0; bits < 0x10000; ++bits)  // halves, and the points half way to the next, and their neighbours
+    for (int offset : {-1, 0, 1}) {
+      auto half = static_cast<uint16_t>(bits);
+      if (std::isfinite(half_to_float(half))) {
+        uint32_t magnitude = bits_of_float(half_to_float(half));
+        check_both(float_of_bits(magnitude + 0x1000 + static_cast<uint32_t>(offset)));
+        check_both(half_to_float(half) + std::copysign(0x1p-25f, half_to_float(half)));
+      }
+      check_both(float_of_bits((bits << 16) + 0x8000 + static_cast<uint32_t>(offset)));
+    }
+}
+
+int main() {
+  check_structure();
+  check_widening();
+  check_narrowing();
+  return report();
+}

@@ -1,0 +1,52 @@
+// The permutation inside a tile: one place for every element, streams decided by positions mod 8, bits of the bitmap.
+#include <set>
+#include <vector>
+
+#include "check.hpp"
+#include "cute_kernels/format/codec.hpp"
+#include "cute_kernels/format/tile.hpp"
+
+using namespace cute_kernels::format;
+
+template <Role kRole, int HeadDim>
+void check_element_layout() {
+  constexpr auto layout = element_layout<kRole, HeadDim>();
+  constexpr int kElements = lane_elements(HeadDim);
+  std::vector<bool> seen(kTileTokens * HeadDim);
+  for (int lane = 0; lane < kLanes; ++lane)
+    for (int e = 0; e < kElements; ++e) {
+      int position = layout(lane, e);
+      if (!check(position >= 0 && position < kTileTokens * HeadDim, "position lies in the tile", HeadDim, lane, e, position)) return;
+      check(!seen[position], "position is met once", HeadDim, lane, e, position);
+      seen[position] = true;
+
+      int token = position / HeadDim, channel = position % HeadDim;
+      Stream stream = stream_of(kRole, token % kClasses, channel % kClasses);
+      check(stream.lane == lane, "stream_of names the lane", HeadDim, lane, e);
+      check(stream.index == Codec16::stream(e), "stream_of names the stream", HeadDim, lane, e);
+      check(token / 16 == e / (kElements / 4), "16 tokens after 16 tokens", HeadDim, lane, e);
+    }
+  check(bitmap_rows(HeadDim) * kWordElements == kElements, "bitmap covers the lane's elements", HeadDim);
+  check(max_tile_rows<Codec16>(HeadDim) == bitmap_rows(HeadDim) + kElements / 2, "a full tile's rows", HeadDim);
+}
+
+int main() {
+  check_element_layout<Role::kKey, 64>();
+  check_element_layout<Role::kKey, 128>();
+  check_element_layout<Role::kKey, 256>();
+  check_element_layout<Role::kValue, 64>();
+  check_element_layout<Role::kValue, 128>();
+  check_element_layout<Role::kValue, 256>();
+
+  std::set<int> bits;
+  for (int e = 0; e < kWordElements; ++e) bits.insert(bitmap_bit(e));
+  check(bits.size() == kWordElements && *bits.begin() == 0 && *bits.rbegin() == kWordElements - 1, "bitmap_bit is one to one");
+
+  for (int d = -8; d <= kMaxHeadDim + 64; ++d) {
+    int padded = padded_head_dim(d);
+    bool valid = d > 0 && d % 8 == 0 && d <= kMaxHeadDim;
+    check((padded != 0) == valid, "padded_head_dim knows what tiles can hold", d);
+    check(!valid || (padded >= d && padded_head_dim(padded) == padded), "padded_head_dim is stable", d);
+  }
+  return report();
+}
