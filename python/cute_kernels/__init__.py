@@ -1,0 +1,36 @@
+"""Kernels over a bitmap-sparse KV cache: prune it, compress it, multiply with it without writing it out decompressed.
+
+    import cute_kernels as ck
+
+    k = ck.compress(keys, role="key", sparsity=0.7)      # keys (B, Hkv, T, D), float16 or bfloat16
+    v = ck.compress(values, role="value", sparsity=0.7)
+    p = torch.softmax(ck.sparse_qk(q, k, scale=D**-0.5), dim=-1)
+    o = ck.sparse_av(p, v)
+
+Shapes, throughout: B batch, Hq query heads, Hkv KV heads (Hq a multiple of Hkv), Sq query tokens, T cached tokens, D
+head dim. The kernels are for inference: what they return has no gradient.
+
+The method, per-token magnitude pruning with a bitmap and packed nonzeros, is that of Mustafar (arXiv 2505.22913).
+"""
+
+from __future__ import annotations
+
+from cute_kernels.attention import sparse_attention
+from cute_kernels.backends import backends
+from cute_kernels.compression import compress, compress_kv, decompress, prune
+from cute_kernels.matmul import sparse_av, sparse_qk
+from cute_kernels.sparse_kv import SparseKV
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "SparseKV",
+    "backends",
+    "compress",
+    "compress_kv",
+    "decompress",
+    "prune",
+    "sparse_attention",
+    "sparse_av",
+    "sparse_qk",
+]

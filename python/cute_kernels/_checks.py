@@ -1,0 +1,201 @@
+"""Checks of arguments. Every message names the argument, what it takes and what it got.
+
+TypeError: a wrong class or dtype. ValueError: a wrong shape, device, stride or range.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_kernels._extension import _C, ROLE_CODES
+from cute_kernels.sparse_kv import SparseKV
+
+CACHE_DTYPES = (torch.float16, torch.bfloat16)
+PRODUCT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+METHODS = ("magnitude",)
+
+_FLOAT32_MAX = torch.finfo(torch.float32).max
+
+
+def dtype_name(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def tensor(value: Any, name: str) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+    if value.layout != torch.strided:
+        raise TypeError(f"{name} must be a dense (strided) tensor, got layout {value.layout}")
+
+
+def dtype(value: Tensor, name: str, allowed: Sequence[torch.dtype], why: str = "") -> None:
+    if value.dtype not in allowed:
+        names = " or ".join(dtype_name(d) for d in allowed)
+        raise TypeError(f"{name} must be {names}{why}, got {dtype_name(value.dtype)}")
+
+
+def device(value: Tensor, name: str, expected: torch.device, of: str) -> None:
+    if value.device != expected:
+        raise ValueError(f"{name} must be on the device of {of}, {expected}, got {value.device}")
+
+
+def unit_stride(value: Tensor, name: str) -> None:
+    """Rows must be dense in memory; the other strides are free."""
+    if value.stride(-1) != 1 and value.shape[-1] > 1:
+        raise ValueError(
+            f"{name} must have stride 1 in its last dimension, got strides {tuple(value.stride())}; "
+            f"pass {name}.contiguous()"
+        )
+
+
+def dense_cache(x: Any, name: str) -> Tensor:
+    """A K or V to be compressed, (B, Hkv, T, D); returns it with a pending negation carried out."""
+    tensor(x, name)
+    if x.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{name} must be on a cpu or cuda device, got {x.device}")
+    dtype(x, name, CACHE_DTYPES)
+    if x.dim() != 4:
+        raise ValueError(f"{name} must have 4 dimensions (B, Hkv, T, D), got shape {tuple(x.shape)}")
+    largest = max(_C.format.HEAD_DIMS)
+    if x.shape[3] > largest or _C.format.padded_head_dim(x.shape[3]) == 0:
+        raise ValueError(
+            f"{name} must have a head dim D that is a multiple of 8, from 8 to {largest}, got {x.shape[3]} in "
+            f"shape {tuple(x.shape)}"
+        )
+    unit_stride(x, name)
+    return x.resolve_neg()
+
+
+def method(value: Any) -> None:
+    if not isinstance(value, str) or value not in METHODS:
+        raise ValueError(f"method must be one of {', '.join(map(repr, METHODS))}, got {value!r}")
+
+
+def role(value: Any) -> None:
+    if not isinstance(value, str) or value not in ROLE_CODES:
+        raise ValueError(f"role must be 'key' or 'value', got {value!r}")
+
+
+def kept_elements(head_dim: int, sparsity: Any, keep: object, keep_name: str = "keep") -> int:
+    """How many of `head_dim` elements each token keeps; 0: all that are nonzero."""
+    if sparsity is not None and keep is not None:
+        raise ValueError(
+            f"sparsity and {keep_name} say the same thing: pass one of them, got sparsity={sparsity!r} and "
+            f"{keep_name}={keep!r}"
+        )
+    if keep is not None:
+        count = integer(keep, keep_name)
+        if not 1 <= count <= head_dim:
+            raise ValueError(f"{keep_name} must be from 1 to D = {head_dim}, got {count}")
+        return count
+    if sparsity is not None:
+        fraction = real(sparsity, "sparsity")
+        if not 0 <= fraction <= 1:
+            raise ValueError(f"sparsity must be from 0 to 1, got {fraction}")
+        return max(1, math.floor(head_dim * (1 - fraction) + 1e-6))
+    return 0
+
+
+def integer(value: Any, name: str) -> int:
+    if isinstance(value, bool):
+        raise TypeError(f"{name} must be an integer, got bool")
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, got {type(value).__name__}") from None
+
+
+def real(value: Any, name: str) -> float:
+    if type(value) is float:
+        return value
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a real number, got {type(value).__name__}")
+    return float(value)
+
+
+def scale(value: Any) -> float:
+    factor = real(value, "scale")
+    if not abs(factor) <= _FLOAT32_MAX:
+        raise ValueError(f"scale must be finite in float32, got {factor}")
+    return factor
+
+
+def flag(value: Any, name: str) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
+
+
+def sparse(kv: Any, name: str, expected_role: str | None = None) -> None:
+    if not isinstance(kv, SparseKV):
+        raise TypeError(f"{name} must be a SparseKV, got {type(kv).__name__}")
+    if expected_role is not None and kv.role != expected_role:
+        raise ValueError(f"{name} must be a SparseKV of role '{expected_role}', got role '{kv.role}'")
+
+
+def query_side(
+    value: Any,
+    name: str,
+    kv: SparseKV,
+    kv_name: str,
+    last: int,
+    last_letter: str,
+    dtypes: Sequence[torch.dtype],
+    why: str = "",
+) -> tuple[int, int, int]:
+    """q or p: (B, Hq, Sq, `last`), of `dtypes`, on the device of the cache it meets. Returns (B, Hq, Sq)."""
+    tensor(value, name)
+    dtype(value, name, dtypes, why)
+    batch, kv_heads, _, _ = kv.shape
+    sizes = value.shape
+    if len(sizes) != 4 or sizes[0] != batch or sizes[3] != last:
+        raise ValueError(
+            f"{name} must have shape (B, Hq, Sq, {last_letter}) with B = {batch} and {last_letter} = {last} as "
+            f"in {kv_name}, got {tuple(sizes)}"
+        )
+    _, heads, queries, _ = sizes
+    if heads % kv_heads if kv_heads else heads:
+        raise ValueError(
+            f"{name} must have a number of heads Hq that is a multiple of {kv_name}'s Hkv = {kv_heads}, got {heads}"
+        )
+    device(value, name, kv.device, kv_name)
+    unit_stride(value, name)
+    return batch, heads, queries
+
+
+def output(
+    out: Any,
+    expected: Sequence[int],
+    expected_dtype: torch.dtype,
+    of: torch.device,
+    inputs: Iterable[tuple[str, Tensor]],
+) -> None:
+    """A result's memory given by the caller: contiguous, and apart from the inputs."""
+    tensor(out, "out")
+    dtype(out, "out", (expected_dtype,))
+    if tuple(out.shape) != tuple(expected):
+        raise ValueError(f"out must have shape {tuple(expected)}, got {tuple(out.shape)}")
+    if out.device != of:
+        raise ValueError(f"out must be on the device of the inputs, {of}, got {out.device}")
+    if not out.is_contiguous():
+        raise ValueError(f"out must be contiguous, got strides {tuple(out.stride())}")
+    begin, end = _span(out)
+    for name, value in inputs:
+        other_begin, other_end = _span(value)
+        if begin < other_end and other_begin < end:
+            raise ValueError(f"out must not share memory with {name}")
+
+
+def _span(value: Tensor) -> tuple[int, int]:
+    """Addresses of the first byte a tensor may touch and of the one after its last."""
+    begin = value.data_ptr()
+    if value.numel() == 0:
+        return begin, begin
+    last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride()))
+    return begin, begin + (last + 1) * value.element_size()

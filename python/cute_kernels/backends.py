@@ -1,0 +1,147 @@
+"""Which backends there are, which of them serves a call, and how its kernels are launched.
+
+reference: plain torch, any device. cpu: vectorised C++. sm80: mma.sync kernels, compute capability 8.x and 9.0.
+sm90: kernels for 9.0 alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from types import ModuleType
+
+import torch
+
+from cute_kernels._extension import _C
+
+BACKENDS = ("reference", "cpu", "sm80", "sm90")
+OK = "ok"
+
+
+def backends() -> dict[str, str]:
+    """Backend -> "ok", or why it cannot serve a call, for the current CUDA device if there is one."""
+    return {name: _status(name, None) for name in BACKENDS}
+
+
+def resolve(backend: str, device: torch.device) -> str:
+    """The backend that serves a call on `device`, one of BACKENDS.
+
+    backend: "auto" takes "cpu" on the CPU, "sm80" on compute capability 8.x and "sm90" on 9.0, there "sm80" for as long
+        as the
+    extension holds no sm90 kernels. Any other name is taken as it is.
+
+    Raises TypeError if backend is no str; ValueError for an unknown name; RuntimeError, saying what is missing, if that
+    backend cannot serve tensors on `device`. Nothing else is tried in its place.
+    """
+    if not isinstance(backend, str):
+        raise TypeError(f"backend must be a str, got {type(backend).__name__}")
+    return _resolve(backend, device)
+
+
+@lru_cache(maxsize=64)
+def _resolve(backend: str, device: torch.device) -> str:
+    if backend != "auto" and backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(map(repr, ('auto', *BACKENDS)))}, got {backend!r}")
+    name = _automatic(device) if backend == "auto" else backend
+    if name == "reference":
+        return name
+    expected = "cpu" if name == "cpu" else "cuda"
+    if device.type != expected:
+        raise RuntimeError(f"backend '{name}' takes tensors on a {expected} device, these are on {device}")
+    status = _status(name, device)
+    if status != OK:
+        raise RuntimeError(f"backend '{name}' cannot serve this call: {status}")
+    return name
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The extension's functions for one device."""
+
+    module: ModuleType
+    device: torch.device
+
+    @contextmanager
+    def launch(self) -> Iterator[int]:
+        """Makes the device current; gives every kernel function's last argument: threads (cpu) or the stream (cuda)."""
+        if self.device.type == "cpu":
+            yield torch.get_num_threads()
+        else:
+            with torch.cuda.device(self.device):
+                yield torch.cuda.current_stream(self.device).cuda_stream
+
+
+@lru_cache(maxsize=64)
+def compression_kernels(device: torch.device) -> Kernels:
+    """Kernels that prune, compress and decompress on `device`. RuntimeError says what is missing."""
+    if device.type == "cpu":
+        return Kernels(_C.cpu, device)
+    status = _cuda_status(device) or _arch_status(device)
+    if status:
+        raise RuntimeError(f"there are no kernels for {device}: {status}")
+    return Kernels(_C.cuda, device)
+
+
+def _automatic(device: torch.device) -> str:
+    if device.type != "cuda":
+        return "cpu"
+    if _cuda_status(device):
+        return "sm80"  # whose status says what is missing
+    is_sm90 = _capability(device) == (9, 0) and "sm90" in _C.cuda.BACKENDS
+    return "sm90" if is_sm90 else "sm80"
+
+
+def _status(name: str, device: torch.device | None) -> str:
+    if name in ("reference", "cpu"):
+        return OK
+    return _cuda_status(device) or _product_status(name, device) or _arch_status(device) or OK
+
+
+def _cuda_status(device: torch.device | None) -> str:
+    """What is missing for any CUDA kernel; empty: nothing."""
+    if not hasattr(_C, "cuda"):
+        return "extension built without CUDA (no nvcc at build time)"
+    if not torch.cuda.is_available():
+        return "no CUDA device" + (" (this PyTorch was built without CUDA)" if torch.version.cuda is None else "")
+    return ""
+
+
+def _product_status(name: str, device: torch.device | None) -> str:
+    major, minor = _capability(device)
+    if name == "sm90":
+        if (major, minor) != (9, 0):
+            return f"device has compute capability {major}.{minor}, needs 9.0"
+        if "sm90" not in _C.cuda.BACKENDS:
+            has_arch = "9.0a" in _C.build_info()["archs"]
+            return "sm90 kernels are not built yet" if has_arch else "extension built without sm_90a kernels"
+    elif name not in _C.cuda.BACKENDS:
+        return "extension built without sm_80 kernels"
+    elif not (major == 8 or (major, minor) == (9, 0)):
+        return f"device has compute capability {major}.{minor}, needs 8.x or 9.0"
+    return ""
+
+
+def _arch_status(device: torch.device | None) -> str:
+    capability = _capability(device)
+    archs = _C.build_info()["archs"]
+    if not any(_runs_on(arch, capability) for arch in archs):
+        major, minor = capability
+        return f"extension built without kernels for compute capability {major}.{minor} (built for {', '.join(archs)})"
+    return ""
+
+
+def _runs_on(arch: str, capability: tuple[int, int]) -> bool:
+    """Machine code runs on its own major version from its minor version up, for 9.0a on 9.0 alone; PTX on all later."""
+    number = arch.removesuffix("+PTX").removesuffix("a")
+    major, minor = (int(part) for part in number.split("."))
+    if arch.endswith("a"):
+        return capability == (major, minor)
+    if arch.endswith("+PTX"):
+        return capability >= (major, minor)
+    return capability[0] == major and capability[1] >= minor
+
+
+def _capability(device: torch.device | None) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)

@@ -1,0 +1,299 @@
+"""SparseKV: one compressed K or V cache, its storage and its checks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_kernels import _tiles, _validation
+from cute_kernels._extension import _C, DTYPE_CODES, ROLE_CODES
+from cute_kernels._validation import ALIGNMENT, TENSOR_DTYPES
+
+FORMAT_NAME = "cute_kernels.sparse_kv"
+FORMAT_VERSION = 1
+
+_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+class SparseKV:
+    """A pruned K or V cache (B, Hkv, T, D), stored as bitmaps and packed nonzeros in tiles of 64 tokens.
+
+    Made by `compress`, `compress_kv` or `SparseKV.from_state_dict`. It is immutable: treat its tensors as read-only.
+
+    shape: torch.Size (B, Hkv, T, D) of the cache it stands for.
+    dtype: torch.float16 or torch.bfloat16, of the stored values.
+    device: where the storage lies.
+    role: "key" or "value"; decides how tiles are laid out, and so which product takes it.
+
+    The storage (cute_kernels/format/FORMAT.md has it byte by byte; N tiles a head, Dp = D padded to 64, 128 or 256):
+    blocks: int32 (rows, 32), the tiles' blocks one after the other; a row is 128 bytes.
+    row_offsets: int32 (B * Hkv * N + 1), first row of every block, then the number of rows.
+    token_order: uint8 (B, Hkv, N, 64), token position in a tile -> token, counted from the tile's first. Caches that
+        were compressed together share this tensor.
+    channel_order: uint8 (B, Hkv, Dp), channel position -> channel.
+    max_tile_rows: rows of the longest block.
+    """
+
+    __slots__ = (
+        "_blocks",
+        "_row_offsets",
+        "_token_order",
+        "_channel_order",
+        "_role",
+        "_dtype",
+        "_shape",
+        "_max_tile_rows",
+        "_nnz",
+        "_view",
+        "__weakref__",
+    )
+
+    _blocks: Tensor
+    _row_offsets: Tensor
+    _token_order: Tensor
+    _channel_order: Tensor
+    _role: str
+    _dtype: torch.dtype
+    _shape: torch.Size
+    _max_tile_rows: int
+    _nnz: int | None
+    _view: _C.SparseView | None
+
+    def __init__(self) -> None:
+        raise TypeError("SparseKV has no public constructor: use compress, compress_kv or SparseKV.from_state_dict")
+
+    @classmethod
+    def _from_parts(
+        cls,
+        *,
+        blocks: Tensor,
+        row_offsets: Tensor,
+        token_order: Tensor,
+        channel_order: Tensor,
+        role: str,
+        dtype: torch.dtype,
+        shape: tuple[int, ...],
+        max_tile_rows: int,
+        nnz: int | None = None,
+    ) -> SparseKV:
+        """Takes the parts as they are; `validate` is what checks them."""
+        self = object.__new__(cls)
+        self._blocks = blocks
+        self._row_offsets = row_offsets
+        self._token_order = token_order
+        self._channel_order = channel_order
+        self._role = role
+        self._dtype = dtype
+        self._shape = torch.Size(shape)
+        self._max_tile_rows = max_tile_rows
+        self._nnz = nnz
+        self._view = None
+        return self
+
+    @property
+    def shape(self) -> torch.Size:
+        return self._shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._blocks.device
+
+    @property
+    def role(self) -> str:
+        return self._role
+
+    @property
+    def blocks(self) -> Tensor:
+        return self._blocks
+
+    @property
+    def row_offsets(self) -> Tensor:
+        return self._row_offsets
+
+    @property
+    def token_order(self) -> Tensor:
+        return self._token_order
+
+    @property
+    def channel_order(self) -> Tensor:
+        return self._channel_order
+
+    @property
+    def max_tile_rows(self) -> int:
+        return self._max_tile_rows
+
+    @property
+    def nnz(self) -> int:
+        """Nonzeros of the whole cache; if not known yet, counted from the bitmaps with a device synchronisation."""
+        if self._nnz is None:
+            self._nnz = sum(int(_tiles.element_bits(self, *chunk).sum()) for chunk in _tiles.chunks(self))
+        return self._nnz
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all storage: blocks, offsets and orders."""
+        return sum(tensor.nbytes for tensor in self._tensors().values())
+
+    @property
+    def bits_per_element(self) -> float:
+        """Bits of storage for each element of the dense cache; 0.0 for a cache without elements."""
+        numel = self._shape.numel()
+        return 8 * self.nbytes / numel if numel else 0.0
+
+    def to(self, device: torch.device | str | int) -> SparseKV:
+        """The same cache on another device, "cpu" or "cuda"; itself if it lies there already."""
+        target = torch.device(device)
+        if target.type not in ("cpu", "cuda"):
+            raise ValueError(f"device must be a cpu or cuda device, got {target}")
+        moved: dict[str, Any] = {name: tensor.to(target) for name, tensor in self._tensors().items()}
+        if moved["blocks"] is self._blocks:
+            return self
+        return SparseKV._from_parts(
+            **moved,
+            role=self._role,
+            dtype=self._dtype,
+            shape=self._shape,
+            max_tile_rows=self._max_tile_rows,
+            nnz=self._nnz,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The storage as {"blocks", "row_offsets", "token_order", "channel_order": Tensor, "metadata": dict}.
+
+        The tensors are the storage itself, not copies; the metadata holds strings, integers and a list, as JSON can.
+        torch.save takes the dict as it is, and torch.load with weights_only=True gives it back. With safetensors::
+
+            state = kv.state_dict()
+            metadata = {"sparse_kv": json.dumps(state.pop("metadata"))}
+            safetensors.torch.save_file(state, path, metadata=metadata)
+
+            with safetensors.safe_open(path, framework="pt") as file:
+                state = {name: file.get_tensor(name) for name in file.keys()}
+                state["metadata"] = json.loads(file.metadata()["sparse_kv"])
+            kv = SparseKV.from_state_dict(state)
+
+        safetensors refuses one tensor under two names: to put a K/V pair that was compressed together into one file,
+        clone the token_order of one of them.
+        """
+        return {
+            **self._tensors(),
+            "metadata": {
+                "format": FORMAT_NAME,
+                "version": FORMAT_VERSION,
+                "role": self._role,
+                "dtype": str(self._dtype).removeprefix("torch."),
+                "shape": list(self._shape),
+                "max_tile_rows": self._max_tile_rows,
+            },
+        }
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> SparseKV:
+        """The cache that `state_dict` described, validated; takes over the tensors unless their alignment forbids it.
+
+        Raises TypeError if `state` is no mapping, a tensor is no Tensor or the metadata no mapping; ValueError for
+        missing or foreign keys, another format or version, and for everything that `validate` refuses.
+        """
+        if not isinstance(state, Mapping):
+            raise TypeError(f"state must be a dict as state_dict() returns it, got {type(state).__name__}")
+        _check_keys(state, "state", {*TENSOR_DTYPES, "metadata"})
+        for name in TENSOR_DTYPES:
+            if not isinstance(state[name], Tensor):
+                raise TypeError(f"{name} must be a torch.Tensor, got {type(state[name]).__name__}")
+        metadata = _checked_metadata(state["metadata"])
+        tensors: dict[str, Any] = {name: _aligned(state[name]) for name in TENSOR_DTYPES}
+        kv = cls._from_parts(**tensors, **metadata)
+        kv.validate()
+        return kv
+
+    def validate(self) -> None:
+        """Raises ValueError, naming the field, unless the storage is exactly what `compress` could have written.
+
+        Kernels trust storage: none of them reads out of bounds on storage that passed. Costs a pass over it in plain
+        torch and, on a GPU, device synchronisations.
+        """
+        nnz = _validation.check_storage(self)
+        if self._nnz not in (None, nnz):
+            raise ValueError(f"nnz: {self._nnz} is recorded, but the bitmaps hold {nnz}")
+        self._nnz = nnz
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {
+            "blocks": self._blocks,
+            "row_offsets": self._row_offsets,
+            "token_order": self._token_order,
+            "channel_order": self._channel_order,
+        }
+
+    def _kernel_view(self) -> _C.SparseView:
+        """The storage as kernels take it: pointers and sizes. Valid as long as this object lives."""
+        if self._view is None:
+            batch, kv_heads, tokens, head_dim = self._shape
+            self._view = _C.SparseView(
+                self._blocks.data_ptr(),
+                self._row_offsets.data_ptr(),
+                self._token_order.data_ptr(),
+                self._channel_order.data_ptr(),
+                ROLE_CODES[self._role],
+                DTYPE_CODES[self._dtype],
+                batch,
+                kv_heads,
+                tokens,
+                head_dim,
+                self._max_tile_rows,
+            )
+        return self._view
+
+    def __repr__(self) -> str:
+        dtype = str(self._dtype).removeprefix("torch.")
+        return (
+            f"SparseKV({self._role}, shape={tuple(self._shape)}, {dtype}, {self.device}, {self.nbytes} bytes, "
+            f"{self.bits_per_element:.2f} bits per element)"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:  # pickle, copy.deepcopy
+        return SparseKV.from_state_dict, (self.state_dict(),)
+
+
+def _check_keys(given: Mapping[str, Any], name: str, expected: set[str]) -> None:
+    missing, foreign = sorted(expected - given.keys()), sorted(map(str, given.keys() - expected))
+    if missing or foreign:
+        raise ValueError(f"{name} must have the keys {sorted(expected)}; missing: {missing}, not known: {foreign}")
+
+
+def _checked_metadata(metadata: object) -> dict[str, Any]:
+    if not isinstance(metadata, Mapping):
+        raise TypeError(f"metadata must be a dict, got {type(metadata).__name__}")
+    if metadata.get("format") != FORMAT_NAME:
+        raise ValueError(f"metadata: format must be '{FORMAT_NAME}', got {metadata.get('format')!r}")
+    if metadata.get("version") != FORMAT_VERSION:
+        raise ValueError(f"metadata: version must be {FORMAT_VERSION}, got {metadata.get('version')!r}")
+    _check_keys(metadata, "metadata", {"format", "version", "role", "dtype", "shape", "max_tile_rows"})
+    role, dtype, shape = metadata["role"], metadata["dtype"], metadata["shape"]
+    if not isinstance(role, str) or role not in ROLE_CODES:
+        raise ValueError(f"metadata: role must be 'key' or 'value', got {role!r}")
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
+        raise ValueError(f"metadata: dtype must be 'float16' or 'bfloat16', got {dtype!r}")
+    if not isinstance(shape, (list, tuple)) or len(shape) != 4 or not all(_is_size(size) for size in shape):
+        raise ValueError(f"metadata: shape must be four sizes [B, Hkv, T, D], got {shape!r}")
+    if not _is_size(metadata["max_tile_rows"]):
+        raise ValueError(f"metadata: max_tile_rows must be a non-negative integer, got {metadata['max_tile_rows']!r}")
+    return {"role": role, "dtype": _DTYPES[dtype], "shape": tuple(shape), "max_tile_rows": metadata["max_tile_rows"]}
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    # Tensors mapped from a file, or cut out of a larger one, can start anywhere.
+    if tensor.device.type in ("cpu", "cuda") and tensor.layout == torch.strided and tensor.data_ptr() % ALIGNMENT:
+        return tensor.clone()
+    return tensor

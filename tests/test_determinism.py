@@ -1,0 +1,57 @@
+"""Results on one device and backend are bit-identical from run to run."""
+
+from __future__ import annotations
+
+import oracle
+import pytest
+import torch
+
+import cute_kernels as ck
+
+# Query heads, KV heads, query tokens, cached tokens, head dim.
+SHAPES = [(8, 2, 1, 5000, 128), (4, 4, 3, 777, 80), (8, 1, 5, 2049, 256)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", oracle.DTYPES, ids=str)
+def test_products(backend, shape, dtype, rng):
+    q_heads, kv_heads, queries, tokens, head_dim = shape
+    x = oracle.gaussian(2, kv_heads, tokens, head_dim, dtype=dtype).to(backend.device)
+    k, v = ck.compress_kv(x, x, sparsity=0.7)
+    q = oracle.gaussian(2, q_heads, queries, head_dim, dtype=dtype).to(backend.device)
+    p = (torch.randn(2, q_heads, queries, tokens) * 3).softmax(-1).to(backend.device)
+
+    def run():
+        return [
+            ck.sparse_qk(q, k, backend=backend.name),
+            ck.sparse_av(p, v, backend=backend.name),
+            ck.sparse_av(p.to(dtype), v, backend=backend.name),
+        ]
+
+    first = run()
+    for _ in range(100 if backend.name.startswith("sm") else 3):
+        for once, again in zip(first, run()):
+            assert torch.equal(once, again)
+
+
+def test_compression(device, rng):
+    x = oracle.gaussian(2, 2, 1000, 128).to(device)
+    first = ck.compress(x, role="key", keep=38).state_dict()
+    for _ in range(100 if device.type == "cuda" else 3):
+        again = ck.compress(x, role="key", keep=38).state_dict()
+        assert first["metadata"] == again["metadata"]
+        assert all(torch.equal(first[name], again[name]) for name in first if name != "metadata")
+
+
+def test_compression_does_not_depend_on_threads(rng):
+    x = oracle.gaussian(1, 3, 300, 128)
+    states = []
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            states.append(ck.compress(x, role="value", keep=38).state_dict())
+    finally:
+        torch.set_num_threads(threads)
+    for state in states[1:]:
+        assert all(torch.equal(states[0][name], state[name]) for name in state if name != "metadata")
