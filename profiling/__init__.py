@@ -1,0 +1,15 @@
+"""Measurements of cute_kernels: `python -m profiling.sweep`, `python -m profiling.decode_microbench`.
+
+Run from the repository's root. Importing this package puts the checkout's python/ on the module path.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+_PACKAGE_FOLDER = ROOT / "python"
+if (_PACKAGE_FOLDER / "cute_kernels").is_dir() and str(_PACKAGE_FOLDER) not in sys.path:
+    sys.path.insert(0, str(_PACKAGE_FOLDER))

@@ -1,0 +1,94 @@
+"""Builds and runs decode_microbench.cu: python -m profiling.decode_microbench [--help].
+
+Prints, for each scheme, density and number of warps, the elements that one SM decodes a clock from shared memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from profiling import ROOT
+from third_party import BuildError
+from third_party.cuda import DEFAULT_ARCH_LIST, Arch, Toolkit, find_toolkit, parse_arch_list
+from third_party.cutlass import find_cutlass
+
+SOURCE = Path(__file__).with_suffix(".cu")
+PROGRAM = ROOT / "build" / "profiling" / "decode_microbench"
+NVCC_FLAGS = ("-O3", "-std=c++17", "--expt-relaxed-constexpr", "-Xptxas=--warn-on-spills")
+
+
+class BenchError(RuntimeError):
+    """The micro-benchmark cannot go on; the message says why."""
+
+
+def build(archs: Sequence[Arch], program: Path = PROGRAM) -> Path:
+    """Compiles the micro-benchmark; returns the program.
+
+    Raises:
+        BenchError: nvcc or the CUTLASS headers are missing, or nvcc failed.
+    """
+    toolkit = _toolkit()
+    try:
+        includes = [ROOT, find_cutlass()]
+    except BuildError as error:
+        raise BenchError(str(error)) from error
+    program.parent.mkdir(parents=True, exist_ok=True)
+    command = [str(toolkit.nvcc), *NVCC_FLAGS, *(arch.gencode for arch in archs), *(f"-I{path}" for path in includes),
+               "-o", str(program), str(SOURCE)]
+    if subprocess.run(command).returncode != 0:
+        raise BenchError("nvcc failed")
+    return program
+
+
+def run(program: Path) -> list[dict[str, str]]:
+    """Runs the program; returns its rows.
+
+    Raises:
+        BenchError: there is no usable GPU.
+    """
+    result = subprocess.run([program], stdout=subprocess.PIPE, text=True)
+    if result.returncode not in (0, 1):  # 1: rows, some of them wrong
+        raise BenchError("the program failed; it needs a CUDA device of an architecture that it was built for (--arch)")
+    return list(csv.DictReader(result.stdout.splitlines()))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m profiling.decode_microbench", description=__doc__.split("\n\n")[1])
+    parser.add_argument("--arch", default=DEFAULT_ARCH_LIST, metavar="LIST",
+                        help="compute capabilities to build for (default: %(default)s)")
+    parser.add_argument("--build-only", action="store_true", help="compile and stop: needs nvcc, but no GPU")
+    args = parser.parse_args(arguments)
+    try:
+        program = build(parse_arch_list(args.arch))
+        if args.build_only:
+            print(f"built {program}")
+            return 0
+        rows = run(program)
+    except (BenchError, BuildError) as error:
+        print(f"decode_microbench: {error}", file=sys.stderr)
+        return 2
+    print(f"{'scheme':15} {'density':>7} {'warps/SM':>8} {'elements/clk/SM':>15} {'G elements/s':>12}  check")
+    for row in rows:
+        check = "ok" if row["wrong"] == "0" else f"{row['wrong']} elements WRONG"
+        print(f"{row['scheme']:15} {row['density']:>7} {row['warps']:>8} {row['elements_per_clk_sm']:>15} "
+              f"{row['gigaelements_per_s']:>12}  {check}")
+    return 0 if all(row["wrong"] == "0" for row in rows) else 1
+
+
+def _toolkit() -> Toolkit:
+    try:
+        toolkit = find_toolkit()
+    except BuildError as error:
+        raise BenchError(str(error)) from error
+    if toolkit is None:
+        raise BenchError("nvcc not found; set CUDA_HOME to the CUDA toolkit's root")
+    return toolkit
+
+
+if __name__ == "__main__":
+    sys.exit(main())

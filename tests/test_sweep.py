@@ -1,0 +1,263 @@
+"""The sweep on the CPU: its rows, its files, what interrupts it; and the parts whose mistakes rows would not show."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import os
+import shlex
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import profiling
+from profiling import cases, check, data, decode_microbench, operations, peers, report, sweep, timing
+from profiling.cases import Case, Load, Shape
+
+SHAPE = "1,4,2,2,200,64"
+TINY = ["--shape", SHAPE, "--keep", "19", "--backend", "cpu", "--repeats", "3"]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def small_cache(monkeypatch):
+    """Few operand sets are enough to leave a small cache."""
+    real = sweep.environment
+    monkeypatch.setattr(sweep, "environment", lambda device: dataclasses.replace(real(device), cache_bytes=1 << 18))
+
+
+def read(folder):
+    with (folder / "sweep.csv").open(newline="", encoding="utf-8") as file:
+        table = list(csv.DictReader(file))
+    return table, json.loads((folder / "sweep.json").read_text(encoding="utf-8"))
+
+
+def test_rows_and_files(tmp_path, capsys):
+    assert sweep.main([*TINY, "--dtype", "float16", "--dtype", "bfloat16", "--out", str(tmp_path)]) == 0
+    table, objects = read(tmp_path)
+    assert [(r["op"], r["dtype"]) for r in objects] == [
+        (op, dtype) for op in ("sparse_qk", "sparse_av", "compress") for dtype in ("float16", "bfloat16")]
+    assert list(table[0]) == list(objects[0]) == list(report.FIELDS)
+    for line, row in zip(table, objects, strict=True):
+        assert line == {name: "" if value is None else str(value) for name, value in row.items()}
+        assert [row[name] for name in ("B", "Hq", "Hkv", "Sq", "T", "D")] == [1, 4, 2, 2, 200, 64]
+        assert (row["backend"], row["keep"], row["data"], row["repeats"], row["seed"]) == ("cpu", 19, "gaussian", 3, 0)
+        assert row["peer"] == ("copy" if row["op"] == "compress" else "torch bf16")
+        assert row["median_us"] > 0 and row["iqr_us"] >= 0 and row["tb_per_s"] > 0
+        assert row["ratio"] == pytest.approx(row["peer_us"] / row["median_us"], rel=1e-4)
+        assert row["rel_err"] <= row["tolerance"] and row["status"] == "ok"
+        assert 19 / 64 * 16 < row["bits_per_element"] < 16
+        assert row["elements_per_clk_sm"] is None and row["threads"] == torch.get_num_threads()
+        assert row["torch"] == torch.__version__ and row["device"] and row["commit"] and row["timestamp"]
+    assert "float16 | gaussian" in (tmp_path / "sweep.md").read_text(encoding="utf-8")
+    printed = capsys.readouterr().out
+    assert "left out: sparse_attention" in printed and f"wrote {tmp_path / 'sweep.csv'}" in printed
+
+
+def test_a_row_names_the_command_that_reproduces_it(tmp_path):
+    assert sweep.main([*TINY, "--op", "sparse_av", "--seed", "7", "--out", str(tmp_path / "first")]) == 0
+    (first,) = read(tmp_path / "first")[1]
+    command = shlex.split(first["command"])
+    assert command[:3] == ["python", "-m", "profiling.sweep"]
+    assert sweep.main([*command[3:], "--out", str(tmp_path / "second")]) == 0
+    (second,) = read(tmp_path / "second")[1]
+    for name in ("command", "seed", "repeats", "rel_err", "bits_per_element"):
+        assert first[name] == second[name]
+
+
+def test_interrupt_keeps_finished_rows(tmp_path, capsys, monkeypatch):
+    measure_case, calls = sweep.measure_case, []
+
+    def interrupted_after_one(case, env):
+        if calls:
+            raise KeyboardInterrupt
+        calls.append(case)
+        return measure_case(case, env)
+
+    monkeypatch.setattr(sweep, "measure_case", interrupted_after_one)
+    assert sweep.main([*TINY, "--out", str(tmp_path)]) == 130
+    table, objects = read(tmp_path)
+    assert len(table) == len(objects) == 1
+    assert "kept the 1 rows" in capsys.readouterr().out
+
+
+def test_an_inaccurate_row_is_marked_and_fails(tmp_path, capsys, monkeypatch):
+    call = operations.call
+
+    def off_by_a_percent(case, inputs):
+        return call(case, inputs).mul_(1.01)
+
+    monkeypatch.setattr(operations, "call", off_by_a_percent)
+    assert sweep.main([*TINY, "--op", "sparse_qk", "--out", str(tmp_path)]) == 1
+    (row,) = read(tmp_path)[1]
+    assert row["status"] == "inaccurate" and row["rel_err"] == pytest.approx(1e-2, rel=0.05)
+    assert "INACCURATE" in capsys.readouterr().out
+    assert " ! |" in (tmp_path / "sweep.md").read_text(encoding="utf-8")
+
+
+def test_an_unwritten_output_is_inaccurate(tmp_path, monkeypatch):
+    monkeypatch.setattr(operations, "call", lambda case, inputs: inputs.out)
+    assert sweep.main([*TINY, "--op", "sparse_av", "--out", str(tmp_path)]) == 1
+
+
+def test_what_cannot_run_is_skipped(capsys, monkeypatch):
+    monkeypatch.setattr(sweep.ck, "backends", lambda: {"cpu": "ok", "sm80": "no device", "sm90": "no device"})
+    arguments = ["--shape", SHAPE, "--backend", "sm80", "--op", "sparse_qk", "--keep", "19"]
+    assert sweep.main(arguments) == 2
+    printed = capsys.readouterr()
+    assert "skipped sparse_qk sm80" in printed.err and "no device" in printed.err
+    assert "skipped 1 cases: no device" in printed.out
+
+
+def test_errors_of_a_case_are_reasons(tmp_path, capsys, monkeypatch):
+    measure_case = sweep.measure_case
+
+    def no_values(case, env):
+        if case.op == "sparse_av":
+            raise RuntimeError("head_dim 64 is not instantiated")
+        return measure_case(case, env)
+
+    monkeypatch.setattr(sweep, "measure_case", no_values)
+    assert sweep.main([*TINY, "--out", str(tmp_path)]) == 0
+    assert [row["op"] for row in read(tmp_path)[1]] == ["sparse_qk", "compress"]
+    assert "head_dim 64 is not instantiated" in capsys.readouterr().out
+
+
+def test_a_lost_device_stops_the_sweep(tmp_path, monkeypatch):
+    def lost(case, env):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(sweep, "measure_case", lost)
+    assert sweep.main([*TINY, "--out", str(tmp_path)]) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_only_a_complete_default_sweep_writes_results(tmp_path, monkeypatch):
+    results, scratch = tmp_path / "results", tmp_path / "scratch"
+    monkeypatch.setattr(sweep, "RESULTS", results)
+    monkeypatch.setattr(sweep, "SCRATCH", scratch)
+    monkeypatch.setattr(sweep.ck, "backends", lambda: {"cpu": "ok", "sm80": "no device"})
+    load = Load(Shape.parse(SHAPE), 19)
+    monkeypatch.setattr(cases, "default_loads", lambda device, quick: [load])
+    monkeypatch.setattr(sweep, "REPEATS", 3)
+    assert sweep.main(["--op", "compress"]) == 0
+    assert sweep.main(["--quick"]) == 0
+    assert not results.exists() and len(list(scratch.glob("cpu-*/sweep.csv"))) == 1
+    assert sweep.main([]) == 0
+    assert len(list(results.glob("cpu-*/sweep.csv"))) == 1
+
+
+def test_list(capsys):
+    assert sweep.main(["--list", "--backend", "cpu"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(set(lines)) > 20
+    assert all(line.startswith("python -m profiling.sweep --op ") for line in lines)
+    assert sweep.main(["--list", "--backend", "sm80", "--op", "sparse_qk", "--keep", "38", "--data", "gaussian"]) == 0
+    listed = capsys.readouterr().out
+    for shape in ("8,32,8,1,16384,128", "8,32,8,1,4096,128", "1,32,8,1,32768,128", "8,32,32,1,4096,128",
+                  "8,64,8,1,16384,128"):
+        assert f"--shape {shape} --keep 38 --dtype float16" in listed
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["--shape", "1,2,3"], "six integers"),
+    (["--shape", "1,8,3,1,64,128"], "not a multiple of Hkv"),
+    (["--shape", SHAPE, "--keep", "0"], "positive integer"),
+    (["--op", "dense"], "invalid choice"),
+])
+def test_wrong_arguments(arguments, message, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        sweep.main(arguments)
+    assert exit_info.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_contradicting_arguments(capsys):
+    assert sweep.main(["--shape", SHAPE, "--keep", "65"]) == 2
+    assert "keep 65 is not in 1..64" in capsys.readouterr().err
+    assert sweep.main(["--shape", SHAPE, "--keep", "19", "--data", "equal"]) == 2
+    assert "multiples of 8" in capsys.readouterr().err
+    assert sweep.main(["--keep", "50"]) == 2
+    assert "nothing to measure" in capsys.readouterr().out
+
+
+def test_runs_from_a_checkout_without_pythonpath():
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    result = subprocess.run([sys.executable, "-m", "profiling.sweep", "--list", "--backend", "cpu", "--quick"],
+                            cwd=profiling.ROOT, env=environ, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "--op compress --backend cpu" in result.stdout
+
+
+def test_decode_microbench_says_what_is_missing(capsys, monkeypatch):
+    monkeypatch.setattr(decode_microbench, "find_toolkit", lambda: None)
+    assert decode_microbench.main([]) == 2
+    assert "nvcc not found" in capsys.readouterr().err
+
+
+# ---- Parts -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", ["sparse_qk", "sparse_av"])
+def test_every_form_of_the_peer_computes_the_product(op):
+    case = Case(op, "cpu", Load(Shape(2, 6, 2, 3, 130, 64), 19, "bfloat16"))
+    inputs = operations.prepare(case, CPU)
+    (peer,) = peers.peers(case, inputs)
+    assert len(peer.forms) > 1
+    for form in peer.forms:
+        out = peer.operands[-1].fill_(float("nan"))
+        peer.rotation(form, 2)[0]()
+        assert check.product_error(case, inputs.left, inputs.dense, out) < 1e-2
+
+
+def test_oracle_keeps_the_largest_and_the_lower_of_equals():
+    x = torch.tensor([[1.0, -3.0, 3.0, 2.0], [0.0, 2.0, 2.0, -2.0]], dtype=torch.float16)
+    want = torch.tensor([[0.0, -3.0, 3.0, 0.0], [0.0, 2.0, 2.0, 0.0]], dtype=torch.float16)
+    assert torch.equal(check.pruned(x, 2), want)
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("keep", [40, 64])
+def test_equal_data_needs_no_padding(dtype, keep):
+    inputs = operations.prepare(Case("compress", "cpu", Load(Shape(1, 2, 2, 1, 512, 128), keep, dtype, "equal")), CPU)
+    rows = inputs.sparse.row_offsets.diff()
+    assert rows.unique().tolist() == [128 // 16 + keep]  # bitmap rows; 64 keep values in 64 streams
+
+
+def test_outlier_data_has_outlier_channels():
+    def spread(distribution):
+        x = data.cache(Load(Shape(1, 1, 1, 1, 512, 128), 38, data=distribution), CPU, data.generator(CPU, 0)).float()
+        return x.std(dim=2).log().std().item()
+
+    assert spread("gaussian") < 0.1 and 0.8 < spread("outlier") < 1.2
+
+
+def test_inputs_follow_from_the_seed():
+    def dense(seed):
+        return operations.prepare(Case("compress", "cpu", Load(Shape.parse(SHAPE), 19), seed), CPU).dense
+
+    assert torch.equal(dense(3), dense(3)) and not torch.equal(dense(3), dense(4))
+
+
+def test_copies_are_equal_and_elsewhere():
+    case = Case("sparse_qk", "cpu", Load(Shape.parse(SHAPE), 19))
+    inputs = operations.prepare(case, CPU)
+    copy = operations.copy_of(case, inputs)
+    assert torch.equal(operations.call(case, inputs), operations.call(case, copy))
+    for name in ("blocks", "row_offsets", "token_order", "channel_order"):
+        assert getattr(inputs.sparse, name).data_ptr() != getattr(copy.sparse, name).data_ptr()
+    assert inputs.left.data_ptr() != copy.left.data_ptr() and inputs.out.data_ptr() != copy.out.data_ptr()
+    assert copy.sparse.validate() is None
+
+
+def test_timings():
+    assert timing.Timing.of([5.0, 1.0, 3.0, 2.0, 4.0]) == timing.Timing(median_us=3.0, iqr_us=2.0)
+    assert timing.copies_for_cold_cache(100 << 20, 32 << 20) == 2
+    assert timing.copies_for_cold_cache(10 << 20, 32 << 20) == 8
+    calls = []
+    rotations = {"a": [lambda i=i: calls.append(f"a{i}") for i in range(2)], "b": [lambda: calls.append("b")]}
+    timing.measure(rotations, 3, timing.CpuTimer())
+    assert calls[2 * timing.WARM_UP_CALLS:] == ["a0", "b", "a1", "b", "a0", "b"]
