@@ -117,7 +117,7 @@ def test_import_touches_no_gpu():
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": ":".join(sys.path)})
 
 
-@pytest.mark.parametrize("isa", ["scalar", "avx2", "avx512"])
+@pytest.mark.parametrize("isa", ["scalar", "avx2", "avx512", "avx512bf16"])
 def test_cpu_instruction_sets_agree(isa, rng):
     """Every instruction set meets the tolerances; the storage they write is the same."""
     code = f"""

@@ -22,18 +22,20 @@ T* to_pointer(uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
 
-void select(uintptr_t x, const Strides& strides, int batch, int kv_heads, int64_t tokens, int head_dim, int dtype, int keep,
-            uintptr_t masks, uintptr_t counts, uintptr_t pruned, int threads) {
+void select(uintptr_t x, const Strides& strides, int batch, int kv_heads, int64_t tokens, int head_dim, int dtype,
+            int keep, uintptr_t masks, uintptr_t counts, uintptr_t pruned, int threads) {
   cpu::select({to_pointer<uint16_t>(x), strides[0], strides[1], strides[2], batch, kv_heads, tokens, head_dim,
                static_cast<DType>(dtype)},
               keep, to_pointer<uint32_t>(masks), to_pointer<int32_t>(counts), to_pointer<uint16_t>(pruned), threads);
 }
 
-void balance(uintptr_t masks, uintptr_t channel_order, uintptr_t masks2, uintptr_t channel_order2, int batch, int kv_heads,
-             int64_t tokens, int head_dim, uintptr_t token_order, uintptr_t longest, uintptr_t longest2, int threads) {
+void balance(uintptr_t masks, uintptr_t channel_order, uintptr_t masks2, uintptr_t channel_order2, int batch,
+             int kv_heads, int64_t tokens, int head_dim, uintptr_t token_order, uintptr_t longest, uintptr_t longest2,
+             int threads) {
   cpu::balance({to_pointer<uint32_t>(masks), to_pointer<uint8_t>(channel_order), to_pointer<int32_t>(longest)},
                {to_pointer<uint32_t>(masks2), to_pointer<uint8_t>(channel_order2), to_pointer<int32_t>(longest2)},
-               int64_t{batch} * kv_heads, tokens, format::padded_head_dim(head_dim), to_pointer<uint8_t>(token_order), threads);
+               int64_t{batch} * kv_heads, tokens, format::padded_head_dim(head_dim), to_pointer<uint8_t>(token_order),
+               threads);
 }
 
 void pack(uintptr_t x, const Strides& strides, uintptr_t masks, const SparseView& view, int threads) {
@@ -46,14 +48,14 @@ void decompress(const SparseView& view, uintptr_t out, int threads) {
   cpu::decompress(view, to_pointer<uint16_t>(out), threads);
 }
 
-void sparse_qk(const SparseView& view, uintptr_t q, const Strides& q_strides, int q_heads, int64_t q_tokens, float scale,
-               uintptr_t out, int out_dtype, int threads) {
-  cpu::sparse_qk(view, {to_pointer<void>(q), q_strides[0], q_strides[1], q_strides[2], q_heads, q_tokens, view.dtype}, scale,
-                 to_pointer<void>(out), static_cast<DType>(out_dtype), threads);
+void sparse_qk(const SparseView& view, uintptr_t q, const Strides& q_strides, int q_heads, int64_t q_tokens,
+               float scale, uintptr_t out, int out_dtype, int threads) {
+  cpu::sparse_qk(view, {to_pointer<void>(q), q_strides[0], q_strides[1], q_strides[2], q_heads, q_tokens, view.dtype},
+                 scale, to_pointer<void>(out), static_cast<DType>(out_dtype), threads);
 }
 
-void sparse_av(const SparseView& view, uintptr_t p, const Strides& p_strides, int p_dtype, int q_heads, int64_t q_tokens,
-               uintptr_t out, int threads) {
+void sparse_av(const SparseView& view, uintptr_t p, const Strides& p_strides, int p_dtype, int q_heads,
+               int64_t q_tokens, uintptr_t out, int threads) {
   cpu::sparse_av(view,
                  {to_pointer<void>(p), p_strides[0], p_strides[1], p_strides[2], q_heads, q_tokens,
                   static_cast<DType>(p_dtype)},
@@ -73,10 +75,10 @@ void bind_cpu(py::module_& m) {
         "kv_heads"_a, "tokens"_a, "head_dim"_a, "token_order"_a, "longest"_a, "longest2"_a, "threads"_a);
   c.def("pack", &pack, Unlocked(), "x"_a, "strides"_a, "masks"_a, "view"_a, "threads"_a);
   c.def("decompress", &decompress, Unlocked(), "view"_a, "out"_a, "threads"_a);
-  c.def("sparse_qk", &sparse_qk, Unlocked(), "view"_a, "q"_a, "q_strides"_a, "q_heads"_a, "q_tokens"_a, "scale"_a, "out"_a,
-        "out_dtype"_a, "threads"_a);
-  c.def("sparse_av", &sparse_av, Unlocked(), "view"_a, "p"_a, "p_strides"_a, "p_dtype"_a, "q_heads"_a, "q_tokens"_a, "out"_a,
-        "threads"_a);
+  c.def("sparse_qk", &sparse_qk, Unlocked(), "view"_a, "q"_a, "q_strides"_a, "q_heads"_a, "q_tokens"_a, "scale"_a,
+        "out"_a, "out_dtype"_a, "threads"_a);
+  c.def("sparse_av", &sparse_av, Unlocked(), "view"_a, "p"_a, "p_strides"_a, "p_dtype"_a, "q_heads"_a, "q_tokens"_a,
+        "out"_a, "threads"_a);
 }
 
 }  // namespace cute_kernels::bindings

@@ -39,7 +39,9 @@ int checked_padded(int head_dim) {
 SparseView make_view(uintptr_t blocks, uintptr_t row_offsets, uintptr_t token_order, uintptr_t channel_order, int role,
                      int dtype, int batch, int kv_heads, int64_t tokens, int head_dim, int max_tile_rows) {
   const int padded = format::padded_head_dim(head_dim);
-  if (padded == 0) throw std::invalid_argument("head_dim is a multiple of 8 up to " + std::to_string(format::kMaxHeadDim) + ", not " + std::to_string(head_dim));
+  if (padded == 0)
+    throw std::invalid_argument("head_dim is a multiple of 8 up to " + std::to_string(format::kMaxHeadDim) + ", not " +
+                                std::to_string(head_dim));
   return {reinterpret_cast<const uint32_t*>(blocks),
           reinterpret_cast<const int32_t*>(row_offsets),
           reinterpret_cast<const uint8_t*>(token_order),

@@ -32,8 +32,8 @@ struct ClassMasks {
 };
 
 template <int Classes>
-void count_tokens(const BalanceOperand& operand, int64_t head, int64_t tile, int64_t tokens, int head_dim, int first_class,
-                  format::TokenCounts<Classes>& counts) {
+void count_tokens(const BalanceOperand& operand, int64_t head, int64_t tile, int64_t tokens, int head_dim,
+                  int first_class, format::TokenCounts<Classes>& counts) {
   const int words = head_dim / 32;
   const ClassMasks classes(operand.channel_order + head * head_dim, head_dim);
   for (int t = 0; t < kTileTokens; ++t) {
@@ -49,8 +49,8 @@ void count_tokens(const BalanceOperand& operand, int64_t head, int64_t tile, int
 }
 
 template <int Classes>
-void balance_tiles(const BalanceOperand& first, const BalanceOperand& second, int64_t heads, int64_t tokens, int head_dim,
-                   uint8_t* token_order, int threads) {
+void balance_tiles(const BalanceOperand& first, const BalanceOperand& second, int64_t heads, int64_t tokens,
+                   int head_dim, uint8_t* token_order, int threads) {
   const int64_t tiles = (tokens + kTileTokens - 1) / kTileTokens;
   parallel(threads, heads * tiles, [&](TaskQueue& queue) {
     format::TokenCounts<Classes> counts;
@@ -68,8 +68,8 @@ void balance_tiles(const BalanceOperand& first, const BalanceOperand& second, in
 
 }  // namespace
 
-void balance(const BalanceOperand& first, const BalanceOperand& second, int64_t heads, int64_t tokens, int padded_head_dim,
-             uint8_t* token_order, int threads) {
+void balance(const BalanceOperand& first, const BalanceOperand& second, int64_t heads, int64_t tokens,
+             int padded_head_dim, uint8_t* token_order, int threads) {
   auto run = second.masks ? balance_tiles<2 * kClasses> : balance_tiles<kClasses>;
   run(first, second, heads, tokens, padded_head_dim, token_order, threads);
 }

@@ -1,5 +1,5 @@
-// The CPU backend: what the bindings call. The same steps as the GPU backends on the same format; compression agrees with
-// theirs bit for bit. Pointers and sizes were checked by the caller; storage has passed SparseKV.validate().
+// The CPU backend: what the bindings call. The same steps as the GPU backends on the same format; compression agrees
+// with theirs bit for bit. Pointers and sizes were checked by the caller; storage has passed SparseKV.validate().
 #pragma once
 
 #include <cstdint>
@@ -35,8 +35,9 @@ struct DenseOperand {
   DType dtype;
 };
 
-// masks (batch * kv_heads * tokens, padded / 32): kept and nonzero, or null. counts (batch * kv_heads, padded): nonzeros of
-// a channel, or null. pruned: contiguous copy with zeros for what is not kept, or null. keep = 0 keeps every nonzero.
+// masks (batch * kv_heads * tokens, padded / 32): kept and nonzero, or null. counts (batch * kv_heads, padded):
+// nonzeros of a channel, or null. pruned: contiguous copy with zeros for what is not kept, or null. keep = 0 keeps
+// every nonzero.
 void select(const DenseView& x, int keep, uint32_t* masks, int32_t* counts, uint16_t* pruned, int threads);
 
 // What `balance` reads of one cache, and the longest stream of each of its tiles that it writes.
@@ -46,8 +47,8 @@ struct BalanceOperand {
   int32_t* longest;
 };
 // `second` has null masks, or is the V of a pair that shares one token order.
-void balance(const BalanceOperand& first, const BalanceOperand& second, int64_t heads, int64_t tokens, int padded_head_dim,
-             uint8_t* token_order, int threads);
+void balance(const BalanceOperand& first, const BalanceOperand& second, int64_t heads, int64_t tokens,
+             int padded_head_dim, uint8_t* token_order, int threads);
 
 // Writes every word of every block of `view`.
 void pack(const DenseView& x, const uint32_t* masks, const SparseView& view, int threads);

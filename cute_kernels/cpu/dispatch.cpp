@@ -61,10 +61,12 @@ const Kernels& kernels() {
   for (const Candidate& candidate : candidates) {
     if (wanted.empty() && candidate.kernels) return *candidate.kernels;
     if (wanted != candidate.name) continue;
-    if (!candidate.kernels) throw std::runtime_error("CUTE_KERNELS_CPU_ISA=" + wanted + " is not available on this CPU");
+    if (!candidate.kernels)
+      throw std::runtime_error("CUTE_KERNELS_CPU_ISA=" + wanted + " is not available on this CPU");
     return *candidate.kernels;
   }
-  throw std::runtime_error("CUTE_KERNELS_CPU_ISA=" + wanted + " is unknown; it takes avx512bf16, avx512, avx2 or scalar");
+  throw std::runtime_error("CUTE_KERNELS_CPU_ISA=" + wanted +
+                           " is unknown; it takes avx512bf16, avx512, avx2 or scalar");
 }
 
 }  // namespace cute_kernels::cpu

@@ -1,4 +1,5 @@
-// fp16 and bf16 to and from fp32, in plain C++; every NaN stays a NaN, subnormals are exact, rounding is to nearest even.
+// fp16 and bf16 to and from fp32, in plain C++; every NaN stays a NaN, subnormals are exact, rounding is to nearest
+// even.
 #pragma once
 
 #include <cstdint>

@@ -33,9 +33,10 @@ struct WeightRow {
   const uint8_t* token_order;  // token_position -> token
 };
 
-// The products of bf16 by pairs of entries, one of each stream: both share the token (keys: two channels) or the channel
-// (values: two tokens). The entries of a block of 32 come in the order of pair_slot_entry. The hardware flushes subnormals,
-// so these serve only tiles and operands with none of them near, see kMinPairMagnitude; others take the float kernels.
+// The products of bf16 by pairs of entries, one of each stream: both share the token (keys: two channels) or the
+// channel (values: two tokens). The entries of a block of 32 come in the order of pair_slot_entry. The hardware flushes
+// subnormals, so these serve only tiles and operands with none of them near, see kMinPairMagnitude; others take the
+// float kernels.
 struct PairKernels {
   // False: the tile holds Inf, NaN or nonzeros below kMinPairMagnitude, and is not unpacked.
   bool (*unpack)(const uint32_t* block, int bitmap_rows, int value_rows, const PairedTile& tile);
@@ -48,7 +49,8 @@ struct PairKernels {
   bool (*make_patterns)(const WeightRow& p, const uint8_t* position, int parts, uint32_t* patterns);
 
   // patterns (rows, parts, ...). sums (rows, [row][slot]): added to.
-  void (*multiply_values)(const PairedTile& tile, int head_dim, const uint32_t* patterns, int parts, int rows, float* sums);
+  void (*multiply_values)(const PairedTile& tile, int head_dim, const uint32_t* patterns, int parts, int rows,
+                          float* sums);
 };
 
 inline constexpr int kPairBlock = 32;

@@ -45,7 +45,8 @@ ProductLayout make_product_layout(Role role, int head_dim) {
   });
   visit([&](uint8_t& token, uint8_t& channel, int position) {
     if (token * head_dim + channel != position)
-      throw std::logic_error("element_layout does not factor as cpu/layout.hpp says; the CPU products need another layout");
+      throw std::logic_error(
+          "element_layout does not factor as cpu/layout.hpp says; the CPU products need another layout");
   });
   return layout;
 }
@@ -88,7 +89,8 @@ const ProductLayout& product_layout(Role role, int padded_head_dim) {
   static const Tables<ProductLayout> tables = [] {
     Tables<ProductLayout> made;
     for (Role r : {Role::kKey, Role::kValue})
-      for (int i = 0; i < 3; ++i) made.of[static_cast<int>(r)][i] = make_product_layout(r, Tables<ProductLayout>::kHeadDims[i]);
+      for (int i = 0; i < 3; ++i)
+        made.of[static_cast<int>(r)][i] = make_product_layout(r, Tables<ProductLayout>::kHeadDims[i]);
     return made;
   }();
   return tables.get(role, padded_head_dim);

@@ -17,8 +17,8 @@ inline constexpr int kTokenBlocks = format::kTileTokens / 16;
 // position[lane * lane_elements + e] = token_position * padded_head_dim + channel_position.
 const std::vector<uint16_t>& element_table(format::Role role, int padded_head_dim);
 
-// Element e of a lane is entry k of its stream s in block c of 16 tokens: e = kStreams * (c * entries + k) + s. There are
-// padded_head_dim / 4 entries, and its position factors into what the lane's row and what the lane's column decide:
+// Element e of a lane is entry k of its stream s in block c of 16 tokens: e = kStreams * (c * entries + k) + s. There
+// are padded_head_dim / 4 entries, and its position factors into what the lane's row and what the lane's column decide:
 //   key    token of (row, c, k), channel of (column, s, k)
 //   value  channel of (row, k), token of (column, s, c, k)
 // where the token of an entry k depends on k % 2 (key) or k % 4 (value) only. The vectors of a product run over k.

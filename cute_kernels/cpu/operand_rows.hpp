@@ -19,7 +19,8 @@ template <class Simd>
 void store_logits(const float* sums, const uint8_t* sum_of_token, float scale, int valid, Number dtype, void* out) {
   alignas(64) float logits[kTokensOfTile];
   Simd::permute64(sums, sum_of_token, logits);
-  for (int i = 0; i < kTokensOfTile; i += Simd::kWidth) Simd::store(logits + i, Simd::scale(Simd::load(logits + i), scale));
+  for (int i = 0; i < kTokensOfTile; i += Simd::kWidth)
+    Simd::store(logits + i, Simd::scale(Simd::load(logits + i), scale));
   if (dtype == Number::kFloat32) {
     copy_tokens(static_cast<float*>(out), logits, valid);
     return;

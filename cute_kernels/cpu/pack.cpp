@@ -44,13 +44,15 @@ void gather(const DenseView& x, const uint32_t* masks, const TileInfo& tile, int
     }
     const uint16_t* values = x.row(tile.head, token);
     const uint32_t* mask = masks + (tile.head * x.tokens + token) * (padded / 32);
-    for (int c = 0; c < x.head_dim; ++c) kept[c] = values[c] & static_cast<uint16_t>(0u - ((mask[c / 32] >> (c % 32)) & 1));
+    for (int c = 0; c < x.head_dim; ++c)
+      kept[c] = values[c] & static_cast<uint16_t>(0u - ((mask[c / 32] >> (c % 32)) & 1));
     for (int c = x.head_dim; c < padded; ++c) kept[c] = 0;
     for (int c = 0; c < padded; ++c) row[c] = kept[tile.channel_order[c]];
   }
 }
 
-// The value streams of one lane, with room for the value after the last: loops over elements take no branch on the pattern.
+// The value streams of one lane, with room for the value after the last: loops over elements take no branch on the
+// pattern.
 struct LaneStreams {
   static constexpr int kMost = format::lane_elements(format::kMaxHeadDim) / kStreams + 1;
   uint16_t value[kStreams][kMost];
@@ -88,7 +90,8 @@ void read_block(const uint32_t* block, const uint16_t* positions, int padded, in
   for (int lane = 0; lane < kLanes; ++lane, positions += elements) {
     for (int s = 0; s < kStreams; ++s) {
       for (int row = 0; row < rows - bitmap_rows; ++row)
-        streams.value[s][row] = static_cast<uint16_t>(format::Codec16::extract(block[(bitmap_rows + row) * kLanes + lane], s));
+        streams.value[s][row] =
+            static_cast<uint16_t>(format::Codec16::extract(block[(bitmap_rows + row) * kLanes + lane], s));
       streams.value[s][rows - bitmap_rows] = 0;
       streams.length[s] = 0;
     }

@@ -2,14 +2,11 @@
 #include "cute_kernels/cpu/kernels.hpp"
 
 #if defined(__AVX512BF16__) && defined(__AVX512VBMI2__)
-#define CUTE_KERNELS_HAVE_PAIRS 1
-#endif
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wuninitialized"  // GCC's own intrinsics start from undefined vectors
+
+#if defined(__GNUC__) && !defined(__clang__)  // GCC's own intrinsics start from undefined vectors and warn about it
+#pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif
-
-#if CUTE_KERNELS_HAVE_PAIRS
 
 #include "cute_kernels/cpu/operand_rows.hpp"
 #include "cute_kernels/cpu/simd_avx512.hpp"
@@ -27,8 +24,6 @@ constexpr int kPatternPart = kTileBlocks * kTileColumns * 4;
 // The magnitudes as 16-bit integers: none between 0 and kMinPairMagnitude, none from infinity up.
 class MagnitudeCheck {
  public:
-  // Written out: GCC compiles an implicit one without the extensions above.
-  MagnitudeCheck() : most_(_mm512_setzero_si512()), least_(_mm512_set1_epi16(-1)) {}
   void add(Words halves) {
     Words magnitude = _mm512_and_si512(halves, _mm512_set1_epi16(0x7fff));
     most_ = _mm512_max_epu16(most_, magnitude);
@@ -40,14 +35,14 @@ class MagnitudeCheck {
   }
 
  private:
-  Words most_, least_;
+  Words most_ = _mm512_setzero_si512(), least_ = _mm512_set1_epi16(-1);
 };
 
 // As shuffle_bits, but with bytes 1 and 2 of the result exchanged: low, low of stream 0, 1, then high, high.
 inline Words shuffle_bits16(Words w) {
   const Words nibble = _mm512_set1_epi8(0x0f);
-  const Words spread = _mm512_broadcast_i32x4(_mm_setr_epi8(0x00, 0x01, 0x04, 0x05, 0x10, 0x11, 0x14, 0x15, 0x40, 0x41, 0x44,
-                                                            0x45, 0x50, 0x51, 0x54, 0x55));  // bit i to bit 2 i
+  const Words spread = _mm512_broadcast_i32x4(_mm_setr_epi8(0x00, 0x01, 0x04, 0x05, 0x10, 0x11, 0x14, 0x15, 0x40, 0x41,
+                                                            0x44, 0x45, 0x50, 0x51, 0x54, 0x55));  // bit i to bit 2 i
   Words low = _mm512_shuffle_epi8(spread, _mm512_and_si512(w, nibble));
   Words high = _mm512_shuffle_epi8(spread, _mm512_and_si512(_mm512_srli_epi32(w, 4), nibble));
   low = _mm512_or_si512(low, _mm512_srli_epi32(low, 15));  // the upper half's bits go between the lower half's
@@ -181,7 +176,8 @@ void multiply_values(const PairedTile& tile, const uint32_t* patterns, float* su
           for (int n = 0; n < N; ++n)
             for (int i = 0; i < kTogether; ++i) {
               Float(&s)[N][2 * kBlocks] = sum[(c + i) % kSets];
-              __m512bh p = repeat4_pairs(patterns + (n * Parts + part) * kPatternPart + ((c + i) * kTileColumns + column) * 4);
+              __m512bh p =
+                  repeat4_pairs(patterns + (n * Parts + part) * kPatternPart + ((c + i) * kTileColumns + column) * 4);
               for (int w = 0; w < kBlocks; ++w) {
                 s[n][2 * w] = _mm512_dpbf16_ps(s[n][2 * w], v[i][w].low, p);
                 s[n][2 * w + 1] = _mm512_dpbf16_ps(s[n][2 * w + 1], v[i][w].high, p);
@@ -216,7 +212,8 @@ void multiply_keys_any(const PairedTile& tile, int head_dim, const uint32_t* pan
   (head_dim == 128 ? multiply_keys_rows<128> : multiply_keys_rows<256>)(tile, panel, rows, sums);
 }
 
-void multiply_values_any(const PairedTile& tile, int head_dim, const uint32_t* patterns, int parts, int rows, float* sums) {
+void multiply_values_any(const PairedTile& tile, int head_dim, const uint32_t* patterns, int parts, int rows,
+                         float* sums) {
   auto one = head_dim == 128 ? multiply_values_rows<128, 1> : multiply_values_rows<256, 1>;
   auto two = head_dim == 128 ? multiply_values_rows<128, 2> : multiply_values_rows<256, 2>;
   (parts == 1 ? one : two)(tile, patterns, rows, sums);
@@ -227,13 +224,16 @@ struct Halves64 {
   Words low, high;
 
   Halves64 permuted(const uint8_t* index) const {
-    auto places = [&](int i) { return _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(index + i))); };
+    auto places = [&](int i) {
+      return _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(index + i)));
+    };
     return {_mm512_permutex2var_epi16(low, places(0), high), _mm512_permutex2var_epi16(low, places(32), high)};
   }
 };
 
 bool make_pair_patterns(const WeightRow& p, const uint8_t* position, int parts, uint32_t* patterns) {
-  alignas(64) uint16_t split[2][kTokensOfTile] = {};  // by token: the upper 16 bits of a weight, and those of what is left
+  alignas(64)
+      uint16_t split[2][kTokensOfTile] = {};  // by token: the upper 16 bits of a weight, and those of what is left
   if (p.dtype == Number::kBFloat16) {
     copy_tokens(split[0], p.data, p.valid);
   } else {

@@ -30,8 +30,9 @@ class TaskQueue {
   int64_t tasks_;
 };
 
-// Runs worker(queue) on up to `threads` threads, the caller's included; a worker allocates its scratch, then takes tasks
-// until there are none. The first exception is thrown again here. Threads live for one call: nothing survives a fork.
+// Runs worker(queue) on up to `threads` threads, the caller's included; a worker allocates its scratch, then takes
+// tasks until there are none. The first exception is thrown again here. Threads live for one call: nothing survives a
+// fork.
 template <class Worker>
 void parallel(int threads, int64_t tasks, Worker worker) {
   TaskQueue queue(tasks);
@@ -63,7 +64,8 @@ void parallel(int threads, int64_t tasks, Worker worker) {
 template <class T>
 class AlignedArray {
  public:
-  explicit AlignedArray(size_t size) : data_(static_cast<T*>(::operator new(size * sizeof(T), std::align_val_t{kAlignment}))) {}
+  explicit AlignedArray(size_t size)
+      : data_(static_cast<T*>(::operator new(size * sizeof(T), std::align_val_t{kAlignment}))) {}
   ~AlignedArray() { ::operator delete(data_, std::align_val_t{kAlignment}); }
   AlignedArray(const AlignedArray&) = delete;
   AlignedArray& operator=(const AlignedArray&) = delete;

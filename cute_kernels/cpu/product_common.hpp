@@ -23,7 +23,9 @@ struct QueryRows {
   int64_t blocks;    // of kRowsPerTask rows
 
   QueryRows(const SparseView& view, const DenseOperand& operand)
-      : group(operand.heads / view.kv_heads), per_head(group * operand.tokens), blocks(ceil_div(per_head, kRowsPerTask)) {}
+      : group(operand.heads / view.kv_heads),
+        per_head(group * operand.tokens),
+        blocks(ceil_div(per_head, kRowsPerTask)) {}
 };
 
 // Row `row` of KV head `head` (batch index * kv_heads + KV head) of q or p, as an offset in elements.
@@ -62,7 +64,8 @@ class TileScratch {
   UnpackedTile unpack(const Kernels& isa, const SparseView& view, int64_t tile_index) {
     prefetch(view, tile_index + kPrefetchTiles);
     UnpackedTile tile{masks_.data(), streams_.data(), stride_};
-    isa.unpack(block(view, tile_index), bitmap_rows_, value_rows(view, tile_index), view.dtype == DType::kBFloat16, tile);
+    isa.unpack(block(view, tile_index), bitmap_rows_, value_rows(view, tile_index), view.dtype == DType::kBFloat16,
+               tile);
     return tile;
   }
 
@@ -76,7 +79,8 @@ class TileScratch {
  private:
   static constexpr int kPrefetchTiles = 1;
 
-  // The tiles of a run follow each other, but 128-byte rows read in two passes are not what the hardware prefetches well.
+  // The tiles of a run follow each other, but 128-byte rows read in two passes are not what the hardware prefetches
+  // well.
 #if defined(__GNUC__)
   __attribute__((always_inline))  // GCC drops calls of a function that does nothing but prefetch
 #endif
@@ -84,7 +88,8 @@ class TileScratch {
 #if defined(__GNUC__)
     if (tile_index >= view.tiles()) return;
     const uint32_t* end = block(view, tile_index + 1);
-    for (const uint32_t* line = block(view, tile_index); line < end; line += 64 / sizeof *line) __builtin_prefetch(line);
+    for (const uint32_t* line = block(view, tile_index); line < end; line += 64 / sizeof *line)
+      __builtin_prefetch(line);
 #endif
   }
   static const uint32_t* block(const SparseView& view, int64_t tile_index) {

@@ -9,8 +9,8 @@ namespace {
 
 constexpr int kMaxChannels = 256;
 
-// Sets the bits of the `keep` largest keys, ties to the lower channel. Bisection finds the keep-th largest key bit by bit:
-// the largest threshold that at least `keep` keys reach.
+// Sets the bits of the `keep` largest keys, ties to the lower channel. Bisection finds the keep-th largest key bit by
+// bit: the largest threshold that at least `keep` keys reach.
 template <class Simd>
 void mark_largest(const uint16_t* keys, int words, int keep, uint32_t* mask) {
   auto reach = [&](uint32_t threshold) {

@@ -49,7 +49,8 @@ struct Avx2 {
       return _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
     };
     __m256d ab = _mm256_castps_pd(halves(v[0], v[1])), cd = _mm256_castps_pd(halves(v[2], v[3]));
-    Float sums = _mm256_add_ps(_mm256_castpd_ps(_mm256_unpacklo_pd(ab, cd)), _mm256_castpd_ps(_mm256_unpackhi_pd(ab, cd)));
+    Float sums =
+        _mm256_add_ps(_mm256_castpd_ps(_mm256_unpacklo_pd(ab, cd)), _mm256_castpd_ps(_mm256_unpackhi_pd(ab, cd)));
     _mm256_storeu_ps(out, _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(sums), 0xd8)));  // was a c b d
   }
 
@@ -118,7 +119,8 @@ struct Avx2 {
 
   static uint32_t at_least(const uint16_t* keys, uint16_t threshold) {
     const __m256i* vectors = reinterpret_cast<const __m256i*>(keys);
-    __m256i below = _mm256_set1_epi16(static_cast<short>(threshold - 1));  // keys are below 2^15: signed compare is right
+    __m256i below =
+        _mm256_set1_epi16(static_cast<short>(threshold - 1));  // keys are below 2^15: signed compare is right
     __m256i a = _mm256_cmpgt_epi16(_mm256_loadu_si256(vectors), below);
     __m256i b = _mm256_cmpgt_epi16(_mm256_loadu_si256(vectors + 1), below);
     __m256i bytes = _mm256_permute4x64_epi64(_mm256_packs_epi16(a, b), 0xd8);

@@ -23,7 +23,8 @@ struct Avx512 {
   static Float expand(const float* p, uint32_t mask) {
     Float v = _mm512_loadu_ps(p);
 #if defined(__GNUC__)
-    asm("" : "+v"(v));  // expand in registers: the compiler would fold the load, and expanding loads are slow on some CPUs
+    asm(""
+        : "+v"(v));  // expand in registers: the compiler would fold the load, and expanding loads are slow on some CPUs
 #endif
     return _mm512_maskz_expand_ps(static_cast<__mmask16>(mask), v);
   }
@@ -100,7 +101,8 @@ struct Avx512 {
     for (int i = 0; i < 64; i += 16) {
       Words place = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(index + i)));
       __mmask16 upper = _mm512_test_epi32_mask(place, _mm512_set1_epi32(32));
-      store(out + i, _mm512_mask_blend_ps(upper, _mm512_permutex2var_ps(t0, place, t1), _mm512_permutex2var_ps(t2, place, t3)));
+      store(out + i,
+            _mm512_mask_blend_ps(upper, _mm512_permutex2var_ps(t0, place, t1), _mm512_permutex2var_ps(t2, place, t3)));
     }
   }
 

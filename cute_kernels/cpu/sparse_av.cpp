@@ -1,5 +1,5 @@
-// p V: a head's tiles are cut into pieces that depend on the shape only, and the pieces are summed in order, so the result
-// does not depend on how many threads there are or on their timing.
+// p V: a head's tiles are cut into pieces that depend on the shape only, and the pieces are summed in order, so the
+// result does not depend on how many threads there are or on their timing.
 #include <vector>
 
 #include "cute_kernels/cpu/product_common.hpp"
@@ -15,7 +15,8 @@ constexpr int64_t kMinTilesPerPiece = 16; // below, summing the pieces outweighs
 // p V of a block of query rows over a run of tiles, one thread's.
 class PieceProduct {
  public:
-  PieceProduct(const Kernels& isa, const SparseView& view, const DenseOperand& p, const QueryRows& query, int64_t rows_at_most)
+  PieceProduct(const Kernels& isa, const SparseView& view, const DenseOperand& p, const QueryRows& query,
+               int64_t rows_at_most)
       : isa_(isa),
         pairs_(pair_kernels(isa, view)),
         view_(view),
@@ -142,8 +143,8 @@ void sparse_av(const SparseView& view, const DenseOperand& p, uint16_t* out, int
     for (int64_t task; (task = queue.next()) >= 0;) {
       const int64_t piece = task % pieces, segment = task / pieces;
       float* sums = pieces > 1 ? partials.data() + task * sums_size : whole.data();
-      product.run(segment / query.blocks, segment % query.blocks * kRowsPerTask, rows_of(segment), piece * tiles_per_piece,
-                  std::min((piece + 1) * tiles_per_piece, tiles), sums);
+      product.run(segment / query.blocks, segment % query.blocks * kRowsPerTask, rows_of(segment),
+                  piece * tiles_per_piece, std::min((piece + 1) * tiles_per_piece, tiles), sums);
       if (pieces == 1) store(product, segment, sums, by_channel.data());
     }
   });

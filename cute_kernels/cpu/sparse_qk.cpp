@@ -25,7 +25,8 @@ class QueryPanel {
     has_pairs_ = want_pairs_;
     for (int n = 0; n < rows; ++n) {
       uint16_t row[format::kMaxHeadDim] = {};
-      std::copy_n(static_cast<const uint16_t*>(q.data) + row_offset(view_, q, group, head, first_row + n), view_.head_dim, row);
+      std::copy_n(static_cast<const uint16_t*>(q.data) + row_offset(view_, q, group, head, first_row + n),
+                  view_.head_dim, row);
       for (int i = 0; i < size_; ++i) {
         const uint16_t bits = row[channel_order[layout_.channel[i]]];
         floats_[n * size_ + i] = q.dtype == DType::kBFloat16 ? bfloat16_to_float(bits) : half_to_float(bits);
@@ -47,7 +48,8 @@ class QueryPanel {
       for (int slot = 0; slot < slots; ++slot) {
         const int entry = slot / kPairBlock * kPairBlock + pair_slot_entry(slot % kPairBlock);
         const uint8_t* channel = layout_.channel.data() + column * kStreams * slots + entry;
-        out[column * slots + slot] = row[channel_order[channel[0]]] | uint32_t{row[channel_order[channel[slots]]]} << 16;
+        out[column * slots + slot] = row[channel_order[channel[0]]] | uint32_t{row[channel_order[channel[slots]]]}
+                                                                          << 16;
       }
   }
 
@@ -68,8 +70,8 @@ void sparse_qk(const SparseView& view, const DenseOperand& q, float scale, void*
   const QueryRows query(view, q);
   const int64_t tiles = view.tiles_per_head(), segments = view.heads() * query.blocks;
   if (tiles == 0 || segments == 0) return;
-  const int64_t tiles_per_task =
-      std::clamp<int64_t>(ceil_div(segments * tiles, kTasksPerThread * threads), std::min(kMinTilesPerTask, tiles), tiles);
+  const int64_t tiles_per_task = std::clamp<int64_t>(ceil_div(segments * tiles, kTasksPerThread * std::max(threads, 1)),
+                                                     std::min(kMinTilesPerTask, tiles), tiles);
   const int64_t pieces = ceil_div(tiles, tiles_per_task);
 
   parallel(threads, segments * pieces, [&](TaskQueue& queue) {

@@ -73,7 +73,8 @@ void multiply_keys(const UnpackedTile& tile, const float* panel, float* sums) {
       for (Float& v : sum) v = Simd::zero();
       for (int column = 0; column < kTileColumns; ++column) {
         for (int s = 0; s < kTileStreams; ++s) {
-          const uint16_t* masks = tile.masks + (c0 * kWords * kTileStreams + s) * kTileLanes + row * kTileColumns + column;
+          const uint16_t* masks =
+              tile.masks + (c0 * kWords * kTileStreams + s) * kTileLanes + row * kTileColumns + column;
           const float* start = tile.streams + ((row * kTileColumns + column) * kTileStreams + s) * tile.stride;
           const float* values = start;
           if constexpr (C < kTileBlocks) values += done[column][s];
@@ -147,8 +148,10 @@ void multiply_keys_rows(const UnpackedTile& tile, const float* panel, int rows, 
   constexpr int kPanel = kTileColumns * kTileStreams * HeadDim / 4, kSums = kTileRows * kTileBlocks * 2;
   for_row_blocks<kMaxRows>(rows, [&](int row, auto n) {
     constexpr int N = decltype(n)::value, kFit = Simd::kAccumulators / N;
-    multiply_keys<Simd, HeadDim, N, (kFit < 1 ? 1 : kFit > kTileBlocks ? kTileBlocks : kFit)>(tile, panel + row * kPanel,
-                                                                                              sums + row * kSums);
+    multiply_keys<Simd, HeadDim, N,
+                  (kFit < 1             ? 1
+                   : kFit > kTileBlocks ? kTileBlocks
+                                        : kFit)>(tile, panel + row * kPanel, sums + row * kSums);
   });
 }
 

@@ -15,8 +15,9 @@ constexpr int kTileBlocks = 4;    // of 16 tokens
 constexpr int kMaskEntries = 16;  // entries of a stream that one bitmap word covers
 constexpr int kMaxRows = 4;       // query rows in registers at a time
 
-// Bits of a bitmap word in stream order. Entry k of stream s has bit (k / 2) + 8 * (2 * (k % 2) + s): bytes 0 and 2 belong
-// to stream 0, 1 and 3 to stream 1, so a perfect shuffle of the word's halves puts each stream's bits side by side.
+// Bits of a bitmap word in stream order. Entry k of stream s has bit (k / 2) + 8 * (2 * (k % 2) + s): bytes 0 and 2
+// belong to stream 0, 1 and 3 to stream 1, so a perfect shuffle of the word's halves puts each stream's bits side by
+// side.
 inline uint32_t shuffle_bits(uint32_t w) {
   uint32_t t;
   t = (w ^ (w >> 8)) & 0x0000ff00u, w ^= t ^ (t << 8);

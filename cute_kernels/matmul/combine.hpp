@@ -1,8 +1,7 @@
 // The end of sparse_av: O^T of a segment from the warps, and CTAs, that have a share of it. The order of every sum is fixed,
 // so results are the same bits from run to run.
 //
-//   whole      a segment that lies in one warp's piece is written at once
-//   crossing   a piece that reaches beyond the segment's end leaves its share in partial `segment`; one a segment at most
+//   crossing   a warp whose piece reaches beyond the segment's end leaves its share in partial `segment`; one a segment at most
 //   last       the segment a piece ends in: the CTA adds up its warps' shares and leaves them in partial
 //              `segments + cta + segment` (CTAs and segments with common tiles form a staircase, so the sum names the pair)
 //
@@ -84,14 +83,7 @@ template <class Traits, class Fragment>
 CUTE_DEVICE void finish_segment(Params const& params, Segment const& segment, TileRange piece, Fragment const& tCrC,
                                 float4* to_shared, int* last_segment) {
   int lane = threadIdx.x % 32;
-  if (segment.tiles.begin >= piece.begin && segment.tiles.end <= piece.end) {
-    CUTE_UNROLL
-    for (int n = 0; n < size<2>(tCrC); ++n) {
-      CUTE_UNROLL
-      for (int m = 0; m < size<1>(tCrC); ++m)
-        store_atom<Traits>(params, segment, lane, m, n, make_float4(tCrC(0, m, n), tCrC(1, m, n), tCrC(2, m, n), tCrC(3, m, n)));
-    }
-  } else if (segment.tiles.end < piece.end) {
+  if (segment.tiles.end < piece.end) {
     leave_share<Traits>(tCrC, segment.rows, partial_data<Traits>(params, crossing_partial(segment)));
   } else {
     __syncwarp();  // the stages have been read
@@ -107,7 +99,6 @@ CUTE_DEVICE void finish_cta(Params const& params, uint8_t const* shared, int con
   for (int begin = 0, end; begin < warps; begin = end) {
     int index = last_segment[begin];
     for (end = begin + 1; end < warps && last_segment[end] == index; ++end) {}
-    if (index < 0) continue;
     Segment segment = segment_at<Traits::kN>(params.work, index);
     float4* partial = partial_data<Traits>(params, cta_partial(params.work, blockIdx.x, index));
     CUTE_NO_UNROLL
@@ -133,9 +124,10 @@ __global__ void __launch_bounds__(32 * kCombineWarps) combine_partials(CUTE_GRID
   Segment segment = segment_at<Traits::kN>(work, blockIdx.x);
   int atom = blockIdx.y, m = atom % (Traits::kM / 16), n = atom / (Traits::kM / 16);
   int first = piece_of_tile(work, segment.tiles.begin), last = piece_of_tile(work, segment.tiles.end - 1);
-  if (first == last || 8 * n >= segment.rows) return;  // whole: written already
+  if (8 * n >= segment.rows) return;
   bool crossing = piece_tiles(work, last).end > segment.tiles.end;
-  int first_cta = first / warps_a_cta, end_cta = (crossing ? last - 1 : last) / warps_a_cta + 1;
+  if (crossing) --last;  // its share is apart
+  int first_cta = first / warps_a_cta, end_cta = last < first ? first_cta : last / warps_a_cta + 1;
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32, item = ShareLayout<Traits>{}(lane, atom);
   float4 sum = make_float4(0, 0, 0, 0);
   ptx::wait_for_primary();

@@ -7,7 +7,8 @@
 
 namespace cute_kernels::matmul {
 
-template <class Traits, class Pipeline>
+// kConverts: p is not in the type of V.
+template <class Traits, class Pipeline, bool kConverts>
 __global__ void __launch_bounds__(32 * Traits::kMaxWarps, 1) sparse_av_kernel(CUTE_GRID_CONSTANT Params const params) {
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ int last_segment[Traits::kMaxWarps];
@@ -17,7 +18,6 @@ __global__ void __launch_bounds__(32 * Traits::kMaxWarps, 1) sparse_av_kernel(CU
   TileRange piece = piece_tiles(params.work, blockIdx.x * (blockDim.x / 32) + warp);
   Ring ring(params.stages, shared, warp);
   Pipeline pipeline(params, ring, piece);
-  if (threadIdx.x % 32 == 0) last_segment[warp] = -1;
 
   auto thr_mma = TiledMma{}.get_slice(threadIdx.x % 32);
   Tensor cB = make_identity_tensor(Shape<Int<Traits::kN>, Int<Traits::kK>>{});
@@ -26,14 +26,14 @@ __global__ void __launch_bounds__(32 * Traits::kMaxWarps, 1) sparse_av_kernel(CU
     Segment segment = segment_at<Traits::kN>(params.work, params.work.tiles_per_segment.div(tile));
     Tensor tCrC = partition_fragment_C(TiledMma{}, Shape<Int<Traits::kM>, Int<Traits::kN>>{});  // (MMA,MMA_M,MMA_N)
     clear(tCrC);
-    RowScales<Traits> scales;
+    ProbabilityLoader<Traits, kConverts> probabilities;
     CUTE_NO_UNROLL
     for (int end = min(segment.tiles.end, piece.end); tile < end; ++tile) {
       Stage stage = pipeline.next();
-      load_probabilities<Traits>(params, segment, stage, scales, tCrB, tCrC);
+      probabilities.load(params, segment, stage, tCrB, tCrC);
       multiply_tile<Traits>(cast_smem_ptr_to_uint(stage.block), tCrB, tCrC);
     }
-    scales.undo(tCrC);
+    probabilities.finish(tCrC);
     finish_segment<Traits>(params, segment, piece, tCrC, reinterpret_cast<float4*>(ring.data), last_segment + warp);
   }
   __syncthreads();

@@ -29,8 +29,8 @@ CUTE_DEVICE void load_queries(Params const& params, Segment const& segment, Frag
   CUTE_UNROLL
   for (int n = 0; n < size<1>(tCcB); ++n) {
     int row = min(get<0>(tCcB(0, n, 0)), segment.rows - 1);
-    auto const* q = static_cast<Element const*>(params.dense.data) +
-                    dense_row_offset(params.dense, params.work, segment.head, segment.first_row + row);
+    auto const* q = static_cast<Element const*>(params.dense.data) + dense_head_offset(params.dense, params.work, segment.head) +
+                    dense_row_offset(params.dense, params.work, segment.first_row + row);
     CUTE_UNROLL
     for (int k = 0; k < size<2>(tCcB); ++k) {
       CUTE_UNROLL

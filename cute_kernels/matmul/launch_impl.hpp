@@ -58,8 +58,9 @@ void launch(Params const& params, Config const& config, cudaStream_t stream) {
     if constexpr (T::kIsKey) {
       launch_product(sparse_qk_kernel<T, Pipeline>, params, config, stream);
     } else {
-      launch_product(sparse_av_kernel<T, Pipeline>, params, config, stream);
-      if (params.work.pieces > 1) launch_combine<T>(params, config, stream);
+      if (params.dense.dtype == params.sparse.dtype) launch_product(sparse_av_kernel<T, Pipeline, false>, params, config, stream);
+      else launch_product(sparse_av_kernel<T, Pipeline, true>, params, config, stream);
+      launch_combine<T>(params, config, stream);
     }
   });
 }

@@ -26,7 +26,6 @@ struct RowScales {
   static constexpr int kBlocks = Traits::kN / 8;
   static constexpr int kLowest = -126 + kTargetExponent + 1;
   int exponent[kBlocks][2];
-  bool used = false;
 
   CUTE_DEVICE RowScales() {
     CUTE_UNROLL
@@ -37,7 +36,6 @@ struct RowScales {
   // accumulators to it.
   template <class Fragment>
   CUTE_DEVICE float admit(float largest, int n, Fragment& tCrC /* ((2,2),MMA_M,MMA_N) */) {
-    used = true;
     int lane = threadIdx.x % 32;
     largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
     largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
@@ -62,10 +60,8 @@ struct RowScales {
     return power_of_two(kTargetExponent - (lane / 4 % 2 ? exponent1 : exponent0));
   }
 
-  // Brings accumulators back to the scale of p.
   template <class Fragment>
   CUTE_DEVICE void undo(Fragment& tCrC /* ((2,2),MMA_M,MMA_N) */) const {
-    if (!used) return;
     CUTE_UNROLL
     for (int n = 0; n < kBlocks; ++n) {
       CUTE_UNROLL
@@ -78,47 +74,83 @@ struct RowScales {
   }
 };
 
-template <class Traits, class FragmentB, class FragmentC>
-CUTE_DEVICE void load_probabilities(Params const& params, Segment const& segment, Stage stage,
-                                    RowScales<Traits>& scales, FragmentB& tCrB /* (MMA,MMA_N,MMA_K) */, FragmentC& tCrC /* (MMA,MMA_M,MMA_N) */) {
-  using Element = typename Traits::Element;
-  int lane = threadIdx.x % 32;
-  auto thr_mma = typename Traits::TiledMma{}.get_slice(lane);
-  Tensor cB = make_identity_tensor(Shape<Int<Traits::kN>, Int<Traits::kK>>{});  // (BLK_N,BLK_K) -> (row, token_position)
-  Tensor tCcB = thr_mma.partition_B(cB);                                       // (MMA,MMA_N,MMA_K)
-  CUTE_STATIC_ASSERT_V(shape(tCcB) == shape(tCrB));
-  CUTE_STATIC_ASSERT_V((shape<0>(tCcB) == Shape<_2, _2>{}));  // two neighbouring positions, then 8 further on
-  constexpr int kTokenBlocks = decltype(size<2>(tCcB))::value, kBlocks = RowScales<Traits>::kBlocks;
-  uint32_t tokens[kTokenBlocks][2];  // of the two neighbours, a byte each
-  CUTE_UNROLL
-  for (int i = 0; i < 2 * kTokenBlocks; ++i)
-    tokens[i / 2][i % 2] = *reinterpret_cast<uint16_t const*>(stage.token_order() + get<1>(tCcB(make_coord(0, i % 2), 0, i / 2)));
+// Positions of a tile -> tokens, for the k elements of this lane's B fragments: bytes of two neighbours.
+template <class Traits>
+struct LaneTokens {
+  static constexpr int kBlocks = Traits::kTokens / 16;
+  uint32_t pair[kBlocks][2];
 
-  visit_dtype(params.dense.dtype, [&](auto type) {
-    using P = decltype(type);
-    constexpr bool kScaled = std::is_same_v<Element, half_t> && !std::is_same_v<P, half_t>;
-    constexpr int kRowBytes = dense_row_bytes(std::is_same_v<P, float> ? DType::kFloat32 : DType::kFloat16);
+  template <class Coords>
+  CUTE_DEVICE LaneTokens(uint8_t const* token_order, Coords const& tCcB /* ((2,2),MMA_N,MMA_K) -> (row, token_position) */) {
+    CUTE_STATIC_ASSERT_V((shape<0>(tCcB) == Shape<_2, _2>{}));  // two neighbouring positions, then 8 further on
+    CUTE_STATIC_ASSERT_V(size<2>(tCcB) == Int<kBlocks>{});
     CUTE_UNROLL
-    for (int n = 0; n < kBlocks; ++n) {
+    for (int i = 0; i < 2 * kBlocks; ++i)
+      pair[i / 2][i % 2] = *reinterpret_cast<uint16_t const*>(token_order + get<1>(tCcB(make_coord(0, i % 2), 0, i / 2)));
+  }
+  // v: index in the fragment's first mode, k: block of 16 tokens
+  CUTE_DEVICE int operator()(int v, int k) const { return pair[k][v / 2] >> (8 * (v % 2)) & 0xff; }
+};
+
+template <class Traits, bool kConverts>
+class ProbabilityLoader {
+ public:
+  template <class FragmentB, class FragmentC>
+  CUTE_DEVICE void load(Params const& params, Segment const& segment, Stage stage, FragmentB& tCrB /* (MMA,MMA_N,MMA_K) */,
+                        FragmentC& tCrC /* (MMA,MMA_M,MMA_N) */) {
+    if constexpr (!kConverts) {
+      load_as<Element>(segment, stage, tCrB, tCrC);
+    } else {
+      visit_dtype(params.dense.dtype, [&](auto type) {
+        if constexpr (!std::is_same_v<decltype(type), Element>) load_as<decltype(type)>(segment, stage, tCrB, tCrC);
+      });
+    }
+  }
+
+  // Brings accumulators to the scale of p.
+  template <class FragmentC>
+  CUTE_DEVICE void finish(FragmentC& tCrC) const {
+    if constexpr (kScales) scales_.undo(tCrC);
+  }
+
+ private:
+  using Element = typename Traits::Element;
+  static constexpr bool kScales = kConverts && std::is_same_v<Element, half_t>;
+  struct Nothing {};
+  std::conditional_t<kScales, RowScales<Traits>, Nothing> scales_;
+
+  template <class P, class FragmentB, class FragmentC>
+  CUTE_DEVICE void load_as(Segment const& segment, Stage stage, FragmentB& tCrB, FragmentC& tCrC) {
+    constexpr int kRowBytes = dense_row_bytes(std::is_same_v<P, float> ? DType::kFloat32 : DType::kFloat16);
+    auto thr_mma = typename Traits::TiledMma{}.get_slice(threadIdx.x % 32);
+    Tensor cB = make_identity_tensor(Shape<Int<Traits::kN>, Int<Traits::kK>>{});  // (BLK_N,BLK_K) -> (row, token_position)
+    Tensor tCcB = thr_mma.partition_B(cB);                                       // ((2,2),MMA_N,MMA_K)
+    CUTE_STATIC_ASSERT_V(shape(tCcB) == shape(tCrB));
+    LaneTokens<Traits> token(stage.token_order(), tCcB);
+    CUTE_UNROLL
+    for (int n = 0; n < size<1>(tCrB); ++n) {
       int row = min(get<0>(tCcB(0, n, 0)), segment.rows - 1);  // rows beyond the last are computed and never stored
-      auto const* p_row = reinterpret_cast<P const*>(stage.dense_rows() + row * kRowBytes);
-      auto p_at = [&](int i, int j, int k) { return p_row[tokens[k][j] >> (8 * i) & 0xff]; };
+      auto const* p = reinterpret_cast<P const*>(stage.dense_rows() + row * kRowBytes);
       float scale = 1;
-      if constexpr (kScaled) {
+      if constexpr (kScales) {
         float largest = 0;
         CUTE_UNROLL
-        for (int i = 0; i < 4 * kTokenBlocks; ++i)  // ignores NaN, which needs no scale
-          largest = fmaxf(largest, fabsf(float(p_at(i % 2, i / 2 % 2, i / 4))));
-        scale = scales.admit(largest, n, tCrC);
+        for (int k = 0; k < size<2>(tCrB); ++k) {
+          CUTE_UNROLL
+          for (int v = 0; v < 4; ++v) largest = fmaxf(largest, fabsf(float(p[token(v, k)])));  // ignores NaN, which needs no scale
+        }
+        scale = scales_.admit(largest, n, tCrC);
       }
       CUTE_UNROLL
-      for (int i = 0; i < 4 * kTokenBlocks; ++i) {
-        P p = p_at(i % 2, i / 2 % 2, i / 4);
-        if constexpr (std::is_same_v<P, Element>) tCrB(i % 4, n, i / 4) = p;
-        else tCrB(i % 4, n, i / 4) = Element(float(p) * scale);
+      for (int k = 0; k < size<2>(tCrB); ++k) {
+        CUTE_UNROLL
+        for (int v = 0; v < 4; ++v) {
+          if constexpr (std::is_same_v<P, Element>) tCrB(v, n, k) = p[token(v, k)];
+          else tCrB(v, n, k) = Element(float(p[token(v, k)]) * scale);
+        }
       }
     }
-  });
-}
+  }
+};
 
 }  // namespace cute_kernels::matmul

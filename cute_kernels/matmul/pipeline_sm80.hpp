@@ -18,7 +18,8 @@ class WarpPipelineSm80 {
  public:
   // Starts the fetch of the first tiles of this warp's piece.
   CUTE_DEVICE WarpPipelineSm80(Params const& params, Ring const& ring, TileRange piece)
-      : params_(params), ring_(ring), lane_(threadIdx.x % 32), policy_(ptx::evict_first_policy()), piece_(piece), next_(piece.begin) {
+      : params_(params), ring_(ring), lane_(threadIdx.x % 32), policy_(ptx::evict_first_policy()), piece_(piece), next_(piece.begin),
+        dense_(params) {
     load_row_offsets();
     for (int i = 0; i < params.stages.count - 1; ++i) fetch();
   }
@@ -43,6 +44,7 @@ class WarpPipelineSm80 {
   uint64_t policy_;
   TileRange piece_;
   int next_;                 // the tile to fetch
+  DenseTile<Traits::kN> dense_;
   int fetch_stage_ = 0, read_stage_ = 0;
   int rows_begin_ = 0, rows_end_ = 0;  // lane i: of the i-th of 32 tiles, so that no fetch waits for its offsets
 
@@ -93,15 +95,16 @@ class WarpPipelineSm80 {
   }
 
   CUTE_DEVICE void fetch_dense(uint8_t* rows) {
-    DenseTile<Traits::kN> tile(params_, next_);
-    if (!params_.vectorized) return tile.copy_rows(rows);
-    int element_bytes = dtype_bytes(params_.dense.dtype), row_bytes = dense_row_bytes(params_.dense.dtype);
-    int log_copies = element_bytes == 4 ? 4 : 3;  // 16-byte copies of a row
+    dense_.seek(next_);
+    if (!params_.vectorized) return dense_.copy_rows(rows);
+    int valid_bytes = dense_.tokens() * dtype_bytes(params_.dense.dtype);
+    int row_bytes = dense_row_bytes(params_.dense.dtype);
+    int log_copies = dtype_bytes(params_.dense.dtype) == 4 ? 4 : 3;  // 16-byte copies of a row
     CUTE_NO_UNROLL
-    for (int i = lane_; i < tile.segment.rows << log_copies; i += 32) {
+    for (int i = lane_; i < dense_.rows() << log_copies; i += 32) {
       int row = i >> log_copies, offset = (i & ((1 << log_copies) - 1)) * kCopyBytes;
-      int valid = max(0, min(kCopyBytes, tile.tokens * element_bytes - offset));
-      ptx::cp_async_16(cast_smem_ptr_to_uint(rows + row * row_bytes + offset), tile.row(row) + (valid ? offset : 0), valid);
+      int valid = max(0, min(kCopyBytes, valid_bytes - offset));
+      ptx::cp_async_16(cast_smem_ptr_to_uint(rows + row * row_bytes + offset), dense_.row(row) + (valid ? offset : 0), valid);
     }
   }
 };

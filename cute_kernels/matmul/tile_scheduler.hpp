@@ -47,11 +47,17 @@ CUTE_HOST_DEVICE int64_t storage_tile(Work const& work, int tile) {
   return int64_t{work.row_blocks.div(segment)} * work.tiles_per_segment.divisor + offset;
 }
 
-CUTE_HOST_DEVICE int64_t dense_row_offset(DenseOperand const& dense, Work const& work, int head, int row) {
-  int batch, kv_head, query_head, query_token;
+// Where the rows of a KV head start in the dense operand, and where one of them lies from there.
+CUTE_HOST_DEVICE int64_t dense_head_offset(DenseOperand const& dense, Work const& work, int head) {
+  int batch, kv_head;
   work.kv_heads(batch, kv_head, head);
+  return batch * dense.stride_batch + int64_t{kv_head} * work.group * dense.stride_head;
+}
+
+CUTE_HOST_DEVICE int64_t dense_row_offset(DenseOperand const& dense, Work const& work, int row) {
+  int query_head, query_token;
   work.query_tokens(query_head, query_token, row);
-  return batch * dense.stride_batch + (kv_head * work.group + query_head) * dense.stride_head + query_token * dense.stride_token;
+  return query_head * dense.stride_head + query_token * dense.stride_token;
 }
 
 }  // namespace cute_kernels::matmul

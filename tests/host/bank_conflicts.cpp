@@ -1,5 +1,5 @@
-// Claims about shared memory: 32 banks of 4 bytes; an access of up to 4 bytes a lane is one wavefront if no two lanes want
-// different words of one bank.
+// Claims about shared memory: 32 banks of 4 bytes; an access of up to 4 bytes a lane is one wavefront if no two lanes
+// want different words of one bank.
 #include <random>
 #include <set>
 

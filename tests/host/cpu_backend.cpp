@@ -41,7 +41,8 @@ bool same(float a, float b) { return std::isnan(a) ? std::isnan(b) : bits_of_flo
 void check_widening() {
   for (uint32_t bits = 0; bits < 0x10000; ++bits) {
     auto b = static_cast<uint16_t>(bits);
-    float half = static_cast<float>(cute::half_t::bitcast(b)), bfloat = static_cast<float>(cute::bfloat16_t::bitcast(b));
+    float half = static_cast<float>(cute::half_t::bitcast(b)),
+          bfloat = static_cast<float>(cute::bfloat16_t::bitcast(b));
     check(same(half_to_float(b), half), "half_to_float", bits);
     check(same(bfloat16_to_float(b), bfloat), "bfloat16_to_float", bits);
     if (std::isnan(half) || std::isnan(bfloat)) continue;

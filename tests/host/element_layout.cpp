@@ -16,7 +16,9 @@ void check_element_layout() {
   for (int lane = 0; lane < kLanes; ++lane)
     for (int e = 0; e < kElements; ++e) {
       int position = layout(lane, e);
-      if (!check(position >= 0 && position < kTileTokens * HeadDim, "position lies in the tile", HeadDim, lane, e, position)) return;
+      if (!check(position >= 0 && position < kTileTokens * HeadDim, "position lies in the tile", HeadDim, lane, e,
+                 position))
+        return;
       check(!seen[position], "position is met once", HeadDim, lane, e, position);
       seen[position] = true;
 
@@ -40,7 +42,8 @@ int main() {
 
   std::set<int> bits;
   for (int e = 0; e < kWordElements; ++e) bits.insert(bitmap_bit(e));
-  check(bits.size() == kWordElements && *bits.begin() == 0 && *bits.rbegin() == kWordElements - 1, "bitmap_bit is one to one");
+  check(bits.size() == kWordElements && *bits.begin() == 0 && *bits.rbegin() == kWordElements - 1,
+        "bitmap_bit is one to one");
 
   for (int d = -8; d <= kMaxHeadDim + 64; ++d) {
     int padded = padded_head_dim(d);

@@ -1,4 +1,5 @@
-// One format serves both mainloops: rows 16 w .. 16 w + 15 of a WGMMA's A in registers lie in warp w as the m16n8k16's A.
+// One format serves both mainloops: rows 16 w .. 16 w + 15 of a WGMMA's A in registers lie in warp w as the m16n8k16's
+// A.
 #include <cute/atom/mma_traits_sm90_gmma.hpp>
 
 #include "check.hpp"
