@@ -1,6 +1,6 @@
 // How fast can compressed fp16 that already lies in shared memory become tensor-core A fragments?
 //
-// One CTA on every SM; each of its warps decodes its own block again and again and feeds the fragments to mma.m16n8k16.
+// One CTA on every SM; each of its warps decodes the CTA's blocks in turn and feeds the fragments to mma.m16n8k16.
 // No global memory is read inside the loop, so the rate is the decoder's limit: compare it with what memory can feed
 // (bytes per clock and SM x 8 / bits per element).
 //
@@ -102,7 +102,8 @@ __global__ void __launch_bounds__(kWarps* kLanes)
   int warp = threadIdx.x / kLanes, lane = threadIdx.x % kLanes, pattern = warp % kPatterns;
   uint32_t* mine = shared + (warp * rows) * kLanes + lane;
   for (int r = 0; r < rows; ++r) mine[r * kLanes] = blocks[(pattern * rows + r) * kLanes + lane];
-  uint32_t column = cast_smem_ptr_to_uint(mine);
+  uint32_t column = cast_smem_ptr_to_uint(mine), block_bytes = rows * kRowBytes;
+  uint32_t end = cast_smem_ptr_to_uint(shared) + kWarps * block_bytes;
   __syncthreads();
 
   constexpr uint32_t kOnes = 0x3c003c00;
@@ -118,6 +119,8 @@ __global__ void __launch_bounds__(kWarps* kLanes)
       SM80_16x8x16_F32F16F16F32_TN::fma(c[0], c[1], c[2], c[3], registers(r), registers(r + 1), registers(r + 2),
                                         registers(r + 3), kOnes, kOnes, c[0], c[1], c[2], c[3]);
     }
+    column += block_bytes;  // another warp's block: the assembler would hoist loads of the same one out of the loop
+    if (column >= end) column -= kWarps * block_bytes;
   }
   __syncthreads();
   if (threadIdx.x == 0) clocks[blockIdx.x] = clock64() - start;
