@@ -89,10 +89,11 @@ def gencode_flags(source: Path, archs: list[Arch]) -> list[str]:
 
 def defines(toolkit: Toolkit | None, archs: list[Arch]) -> list[str]:
     names = [arch.name for arch in archs]
+    spelled = [arch.name + ("+PTX" if arch.ptx else "") for arch in archs]
     return [
         *(["-DCUTE_KERNELS_CUDA=1"] if toolkit else []),
-        f'-DCUTE_KERNELS_ARCHS="{";".join(names)}"',
-        f"-DCUTE_KERNELS_HAVE_SM80={int(any(name.startswith('8.') for name in names))}",
+        f'-DCUTE_KERNELS_ARCHS="{";".join(spelled)}"',
+        f"-DCUTE_KERNELS_HAVE_SM80={int(bool(archs))}",  # every architecture accepted runs these kernels
         f"-DCUTE_KERNELS_HAVE_SM90A={int('9.0a' in names)}",
     ]
 

@@ -18,10 +18,6 @@ hypothesis.settings.register_profile("cute_kernels", deadline=None, print_blob=T
 hypothesis.settings.load_profile("cute_kernels")
 
 
-def pytest_configure(config):
-    config.addinivalue_line("markers", "slow: takes many seconds or much memory; leave out with -m 'not slow'")
-
-
 def pytest_report_header(config):
     return f"inputs: {SEED_VARIABLE}={BASE_SEED}"
 

@@ -216,6 +216,18 @@ def test_sources_by_architecture(setup_py, tmp_path):
     assert setup_py.gencode_flags(Path("qk_sm90.cu"), archs) == ["-gencode=arch=compute_90a,code=sm_90a"]
 
 
+@pytest.mark.parametrize(
+    "archs, spelled, sm90a",
+    [("9.0", "9.0a", 1), ("Hopper", "9.0a", 1), ("8.0+PTX", "8.0+PTX", 0), ("8.6 9.0a", "8.6;9.0a", 1)],
+)
+def test_defines_name_what_was_built(setup_py, archs, spelled, sm90a):
+    """Every accepted architecture runs the sm80 kernels; the run time needs to know of PTX."""
+    defines = setup_py.defines(None, cuda.parse_arch_list(archs))
+    assert f'-DCUTE_KERNELS_ARCHS="{spelled}"' in defines
+    assert "-DCUTE_KERNELS_HAVE_SM80=1" in defines and f"-DCUTE_KERNELS_HAVE_SM90A={sm90a}" in defines
+    assert "-DCUTE_KERNELS_HAVE_SM80=0" in setup_py.defines(None, [])
+
+
 def test_an_empty_checkout_is_an_error(setup_py, tmp_path):
     with pytest.raises(BuildError, match="no sources"):
         setup_py.find_sources(tmp_path, [])

@@ -75,8 +75,11 @@ def test_to(device, rng):
 def test_to_refuses_other_devices():
     with pytest.raises(ValueError, match="device"):
         make().to("meta")
-    with pytest.raises((RuntimeError, TypeError)):
+    with pytest.raises(ValueError, match="nonsense"):
         make().to("nonsense")
+    if not torch.cuda.is_available():
+        with pytest.raises(RuntimeError, match="no CUDA device"):
+            make().to("cuda")
 
 
 # ---- Storing ---------------------------------------------------------------------------------------------------------

@@ -1,6 +1,10 @@
 // _C.cuda: the GPU backends. Arguments were checked in Python; pointers are device pointers on the current device.
 #if CUTE_KERNELS_CUDA
 
+#include <array>
+#include <string>
+#include <vector>
+
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -54,18 +58,18 @@ void decompress(format::SparseView const& view, uintptr_t out, uintptr_t stream)
 }
 
 void sparse_qk(format::SparseView const& view, uintptr_t q, Strides const& q_strides, int q_heads, int q_tokens, float scale,
-               uintptr_t out, int out_dtype, std::string const& backend, uintptr_t stream, int warps, int stages) {
+               uintptr_t out, int out_dtype, std::string const& backend, uintptr_t stream) {
   dispatch::Product product{view, {pointer<void>(q), q_strides[0], q_strides[1], q_strides[2], view.dtype}, q_heads, q_tokens,
                             pointer<void>(out), static_cast<format::DType>(out_dtype), scale, nullptr};
-  dispatch::run(product, backend, {warps, stages}, stream_of(stream));
+  dispatch::run(product, backend, stream_of(stream));
 }
 
 void sparse_av(format::SparseView const& view, uintptr_t p, Strides const& p_strides, int p_dtype, int q_heads, int q_tokens,
-               uintptr_t out, uintptr_t workspace, std::string const& backend, uintptr_t stream, int warps, int stages) {
+               uintptr_t out, uintptr_t workspace, std::string const& backend, uintptr_t stream) {
   dispatch::Product product{view,
                             {pointer<void>(p), p_strides[0], p_strides[1], p_strides[2], static_cast<format::DType>(p_dtype)},
                             q_heads, q_tokens, pointer<void>(out), view.dtype, 1.f, pointer<void>(workspace)};
-  dispatch::run(product, backend, {warps, stages}, stream_of(stream));
+  dispatch::run(product, backend, stream_of(stream));
 }
 
 }  // namespace
@@ -86,9 +90,9 @@ void bind_cuda(py::module_& m) {
   cuda.def("workspace_bytes", &dispatch::workspace_bytes, "view"_a, "q_heads"_a, "q_tokens"_a,
            "bytes of scratch memory that sparse_av needs on the current device");
   cuda.def("sparse_qk", &sparse_qk, "view"_a, "q"_a, "q_strides"_a, "q_heads"_a, "q_tokens"_a, "scale"_a, "out"_a,
-           "out_dtype"_a, "backend"_a, "stream"_a, "warps"_a = 0, "stages"_a = 0);
+           "out_dtype"_a, "backend"_a, "stream"_a);
   cuda.def("sparse_av", &sparse_av, "view"_a, "p"_a, "p_strides"_a, "p_dtype"_a, "q_heads"_a, "q_tokens"_a, "out"_a,
-           "workspace"_a, "backend"_a, "stream"_a, "warps"_a = 0, "stages"_a = 0);
+           "workspace"_a, "backend"_a, "stream"_a);
 }
 
 }  // namespace cute_kernels::bindings

@@ -4,7 +4,6 @@
 #include <cstdint>
 
 #include <cute/numeric/numeric_types.hpp>
-#include <cutlass/numeric_conversion.h>
 
 #include "cute_kernels/format/storage.hpp"
 
@@ -25,15 +24,6 @@ CUTE_HOST_DEVICE decltype(auto) visit_dtype(DType dtype, F&& f) {
 }
 
 CUTE_HOST_DEVICE constexpr int dtype_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
-
-// Two floats as one register of two halves, `low` in the low half.
-template <class Element>
-CUTE_DEVICE uint32_t pack2(float low, float high) {
-  cutlass::Array<float, 2> in;
-  in[0] = low, in[1] = high;
-  auto out = cutlass::NumericArrayConverter<Element, float, 2>::convert(in);
-  return reinterpret_cast<uint32_t const&>(out);
-}
 
 // Magnitudes as ordered integers: every NaN is one key above infinity.
 CUTE_HOST_DEVICE constexpr uint32_t nan_key(DType dtype) { return dtype == DType::kFloat16 ? 0x7c01u : 0x7f81u; }

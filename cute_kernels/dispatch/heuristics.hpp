@@ -1,4 +1,4 @@
-// How a product is laid over a device: host code without CUDA, so that tests can call it anywhere.
+// How a product is laid over a device. Host code that tests call without a GPU.
 //
 // Decompression is limited by issue slots and shared-memory loads, which many warps fill better than deep pipelines do. So:
 // as many warps as registers and shared memory allow with the fewest stages, then as many stages as still fit. An SM has four
@@ -20,12 +20,7 @@ struct DeviceLimits {
   int multiprocessors;
   int shared_bytes;  // a CTA may have, opt-in
   int major, minor;  // compute capability
-};
-
-// A wish of the caller's, for tuning; 0 leaves the choice to the heuristic.
-struct Tuning {
-  int warps = 0;
-  int stages = 0;
+  bool programmatic_launch;  // by the device and by the code built for it
 };
 
 struct Plan {
@@ -35,7 +30,7 @@ struct Plan {
 
 // `dense_row_bytes`: of one row of p in a stage, 0 for keys. `tiles`: of all segments together.
 inline Plan choose_plan(DeviceLimits const& device, matmul::KernelLimits const& kernel, int n, int rows, int max_tile_rows,
-                        int order_bytes, int dense_row_bytes, int64_t tiles, Tuning const& tuning) {
+                        int order_bytes, int dense_row_bytes, int64_t tiles) {
   Plan plan{};
   plan.config.n = n;
   plan.stages.block_bytes = std::max(max_tile_rows * format::kRowBytes, kernel.min_block_bytes);
@@ -48,13 +43,12 @@ inline Plan choose_plan(DeviceLimits const& device, matmul::KernelLimits const& 
                              " bytes of shared memory of this device");
   int warps = std::min(kernel.max_warps, fit / kernel.min_stages);
   if (warps > kSchedulers) warps -= warps % kSchedulers;
-  plan.config.warps = std::min(tuning.warps ? tuning.warps : warps, warps);
-  int stages = std::min(kernel.max_stages, fit / plan.config.warps);
-  plan.stages.count = std::clamp(tuning.stages ? tuning.stages : stages, kernel.min_stages, stages);
+  plan.config.warps = warps;
+  plan.stages.count = std::min(kernel.max_stages, fit / warps);
   // Thin work is spread over SMs first. No piece is empty: combine.hpp relies on it.
   plan.config.ctas = static_cast<int>(std::min<int64_t>(device.multiprocessors, tiles));
   plan.config.warps = static_cast<int>(std::min<int64_t>(plan.config.warps, tiles / plan.config.ctas));
-  plan.config.programmatic_launch = device.major >= 9;
+  plan.config.programmatic_launch = device.programmatic_launch;
   return plan;
 }
 

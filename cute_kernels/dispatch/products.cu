@@ -26,8 +26,13 @@ DeviceLimits current_device() {
       check_cuda(cudaDeviceGetAttribute(&value, which, device), "cudaDeviceGetAttribute");
       return value;
     };
-    known[device] = {attribute(cudaDevAttrMultiProcessorCount), attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin),
-                     attribute(cudaDevAttrComputeCapabilityMajor), attribute(cudaDevAttrComputeCapabilityMinor)};
+    DeviceLimits& limits = known[device];
+    limits.multiprocessors = attribute(cudaDevAttrMultiProcessorCount);
+    limits.shared_bytes = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+    limits.major = attribute(cudaDevAttrComputeCapabilityMajor);
+    limits.minor = attribute(cudaDevAttrComputeCapabilityMinor);
+    // The combine waits for the product kernel only in code for 9.0: PTX for 8.0 that a driver compiles must not overlap it.
+    limits.programmatic_launch = CUTE_KERNELS_HAVE_SM90A && limits.major == 9 && limits.minor == 0;
   });
   return known[device];
 }
@@ -90,7 +95,7 @@ int64_t workspace_bytes(format::SparseView const& view, int query_heads, int que
   return matmul::partial_bytes(matmul::max_partials(current_device().multiprocessors, segments), n, view.padded_head_dim);
 }
 
-void run(Product const& product, std::string const& backend, Tuning const& tuning, cudaStream_t stream) {
+void run(Product const& product, std::string const& backend, cudaStream_t stream) {
   format::SparseView const& view = product.sparse;
   bool is_key = view.role == Role::kKey;
   DeviceLimits device = current_device();
@@ -111,7 +116,7 @@ void run(Product const& product, std::string const& backend, Tuning const& tunin
   if (tiles > INT32_MAX) throw std::runtime_error("the product has more than 2^31 tiles; split the batch");
 
   Plan plan = choose_plan(device, launcher.limits(view.dtype, n), n, rows, view.max_tile_rows, matmul::kOrderBytes,
-                          is_key ? 0 : matmul::dense_row_bytes(product.dense.dtype), tiles, tuning);
+                          is_key ? 0 : matmul::dense_row_bytes(product.dense.dtype), tiles);
   int pieces = plan.config.ctas * plan.config.warps, all = static_cast<int>(tiles);
   params.work = {all, rows, group, pieces, all / pieces, all % pieces, cutlass::FastDivmod(static_cast<int>(view.tiles_per_head())),
                  cutlass::FastDivmod(row_blocks), cutlass::FastDivmod(product.query_tokens), cutlass::FastDivmod(view.kv_heads)};

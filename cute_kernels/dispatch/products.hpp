@@ -24,6 +24,6 @@ bool has_backend(std::string const& backend);
 int64_t workspace_bytes(format::SparseView const& view, int query_heads, int query_tokens);
 
 // On the current device. Nothing is synchronised or allocated. Throws std::runtime_error if the backend cannot serve.
-void run(Product const& product, std::string const& backend, Tuning const& tuning, cudaStream_t stream);
+void run(Product const& product, std::string const& backend, cudaStream_t stream);
 
 }  // namespace cute_kernels::dispatch

@@ -26,8 +26,9 @@ class WarpPipelineSm80 {
 
   // Waits for the warp's next tile, starts the fetch into the stage that was read last, and returns the tile's stage.
   CUTE_DEVICE Stage next() {
+    static_assert(kMinStages == 2 && kMaxStages == 3, "a group for every fetch that may still be under way");
     if (params_.stages.count == 2) cp_async_wait<0>();
-    else cp_async_wait<kMaxStages - 2>();
+    else cp_async_wait<1>();
     __syncwarp();  // every lane's copies have arrived, and every lane has read the stage before
     Stage stage = ring_[read_stage_];
     read_stage_ = read_stage_ + 1 == params_.stages.count ? 0 : read_stage_ + 1;
@@ -68,7 +69,7 @@ class WarpPipelineSm80 {
     rows_end_ = __ldg(params_.sparse.row_offsets + tile + 1);
   }
 
-  // Read once: evict-first. The loop is unrolled by hand so that a copy costs a predicate and an LDGSTS.
+  // Read once a pass: evict-first. The loop is unrolled by hand so that a copy costs a predicate and an LDGSTS.
   CUTE_DEVICE void fetch_block(uint8_t* block) {
     constexpr int kUnroll = 4, kStep = 32 * kCopyBytes;
     int slot = (next_ - piece_.begin) % 32;

@@ -16,7 +16,7 @@ The method, per-token magnitude pruning with a bitmap and packed nonzeros, is th
 from __future__ import annotations
 
 from cute_kernels.attention import sparse_attention
-from cute_kernels.backends import backends
+from cute_kernels._backends import backends
 from cute_kernels.compression import compress, compress_kv, decompress, prune
 from cute_kernels.matmul import sparse_av, sparse_qk
 from cute_kernels.sparse_kv import SparseKV

@@ -117,7 +117,10 @@ def real(value: Any, name: str) -> float:
         return value
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a real number, got {type(value).__name__}")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name} must be a finite number, got one beyond the range of float") from None
 
 
 def scale(value: Any) -> float:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels import _checks, reference
-from cute_kernels.backends import resolve
+from cute_kernels._backends import resolve
 from cute_kernels.sparse_kv import SparseKV
 
 
@@ -41,7 +41,7 @@ def sparse_attention(
     return_lse: return (out, lse) with lse (B, Hq, Sq) float32, the natural logarithm of the sum of exponentials.
     num_splits: into how many parts a kernel cuts the tokens; None lets it choose. The reference backend has no parts.
     out: where to put the result, contiguous and apart from the inputs; default: a new tensor.
-    backend: only "reference" so far, see `cute_kernels.backends.resolve`. It reads seq_lens on the host.
+    backend: only "reference" serves so far, and reads seq_lens on the host; any other name, "auto" included, raises.
 
     Returns (B, Hq, Sq, D) of q's dtype. A query that sees no token gives zeros and an lse of -inf.
 

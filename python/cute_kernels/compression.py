@@ -15,7 +15,7 @@ from torch import Tensor
 from cute_kernels import _checks, _tiles
 from cute_kernels._extension import _C, DTYPE_CODES
 from cute_kernels._validation import MAX_ROWS
-from cute_kernels.backends import Kernels, compression_kernels
+from cute_kernels._backends import Kernels, compression_kernels
 from cute_kernels.sparse_kv import SparseKV
 
 

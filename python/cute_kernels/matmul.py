@@ -7,7 +7,7 @@ from torch import Tensor
 
 from cute_kernels import _checks, reference
 from cute_kernels._extension import _C, DTYPE_CODES
-from cute_kernels.backends import resolve
+from cute_kernels._backends import resolve
 from cute_kernels.sparse_kv import SparseKV
 
 
@@ -27,7 +27,8 @@ def sparse_qk(
     scale: finite; multiplies the product in float32.
     out_dtype: torch.float32, float16 or bfloat16.
     out: where to put the result, contiguous and apart from the inputs; default: a new tensor.
-    backend: see `cute_kernels.backends.resolve`.
+    backend: "auto" takes "cpu" on the CPU and on a GPU the kernels of its compute capability, "sm80" (8.x, and 9.0 until there
+        are "sm90" kernels). "reference" is plain torch. A backend that cannot serve the call raises.
 
     Returns (B, Hq, Sq, T) of out_dtype.
 
@@ -42,7 +43,7 @@ def sparse_qk(
         raise TypeError(f"out_dtype must be torch.float32, torch.float16 or torch.bfloat16, got {out_dtype!r}")
     shape = (batch, q_heads, q_tokens, tokens)
     if out is not None:
-        _checks.output(out, shape, out_dtype, k.device, (("q", q), ("k", k.blocks)))
+        _checks.output(out, shape, out_dtype, k.device, (("q", q), *k._tensors().items()))
     backend = resolve(backend, k.device)
     if out is None:
         out = torch.empty(shape, dtype=out_dtype, device=k.device)
@@ -80,7 +81,8 @@ def sparse_av(p: Tensor, v: SparseKV, *, out: Tensor | None = None, backend: str
         they need not be positive nor add up to 1.
     v: SparseKV of role "value", (B, Hkv, T, D).
     out: where to put the result, contiguous and apart from the inputs; default: a new tensor.
-    backend: see `cute_kernels.backends.resolve`.
+    backend: "auto" takes "cpu" on the CPU and on a GPU the kernels of its compute capability, "sm80" (8.x, and 9.0 until there
+        are "sm90" kernels). "reference" is plain torch. A backend that cannot serve the call raises.
 
     Returns (B, Hq, Sq, D) of v's dtype, accumulated in float32; zeros if T is 0.
 
@@ -92,7 +94,7 @@ def sparse_av(p: Tensor, v: SparseKV, *, out: Tensor | None = None, backend: str
     batch, q_heads, q_tokens = _checks.query_side(p, "p", v, "v", tokens, "T", _checks.PRODUCT_DTYPES)
     shape = (batch, q_heads, q_tokens, head_dim)
     if out is not None:
-        _checks.output(out, shape, v.dtype, v.device, (("p", p), ("v", v.blocks)))
+        _checks.output(out, shape, v.dtype, v.device, (("p", p), *v._tensors().items()))
     backend = resolve(backend, v.device)
     if out is None:
         out = torch.empty(shape, dtype=v.dtype, device=v.device)

@@ -148,10 +148,18 @@ class SparseKV:
         return 8 * self.nbytes / numel if numel else 0.0
 
     def to(self, device: torch.device | str | int) -> SparseKV:
-        """The same cache on another device, "cpu" or "cuda"; itself if it lies there already."""
-        target = torch.device(device)
+        """The same cache on another device, "cpu" or "cuda"; itself if it lies there already.
+
+        Raises ValueError for anything else, RuntimeError without a CUDA device.
+        """
+        try:
+            target = torch.device(device)
+        except RuntimeError:
+            raise ValueError(f"device must name a cpu or cuda device, got {device!r}") from None
         if target.type not in ("cpu", "cuda"):
             raise ValueError(f"device must be a cpu or cuda device, got {target}")
+        if target.type == "cuda" and not torch.cuda.is_available():
+            raise RuntimeError("device 'cuda': torch finds no CUDA device")
         moved: dict[str, Any] = {name: tensor.to(target) for name, tensor in self._tensors().items()}
         if moved["blocks"] is self._blocks:
             return self

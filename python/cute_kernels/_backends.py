@@ -29,8 +29,7 @@ def resolve(backend: str, device: torch.device) -> str:
     """The backend that serves a call on `device`, one of BACKENDS.
 
     backend: "auto" takes "cpu" on the CPU, "sm80" on compute capability 8.x and "sm90" on 9.0, there "sm80" for as long
-        as the
-    extension holds no sm90 kernels. Any other name is taken as it is.
+        as the extension holds no sm90 kernels. Any other name is taken as it is.
 
     Raises TypeError if backend is no str; ValueError for an unknown name; RuntimeError, saying what is missing, if that
     backend cannot serve tensors on `device`. Nothing else is tried in its place.
@@ -102,7 +101,7 @@ def _status(name: str, device: torch.device | None) -> str:
 def _cuda_status(device: torch.device | None) -> str:
     """What is missing for any CUDA kernel; empty: nothing."""
     if not hasattr(_C, "cuda"):
-        return "extension built without CUDA (no nvcc at build time)"
+        return "extension built without CUDA (no nvcc at build time, or CUTE_KERNELS_CUDA=0)"
     if not torch.cuda.is_available():
         return "no CUDA device" + (" (this PyTorch was built without CUDA)" if torch.version.cuda is None else "")
     return ""
@@ -114,10 +113,10 @@ def _product_status(name: str, device: torch.device | None) -> str:
         if (major, minor) != (9, 0):
             return f"device has compute capability {major}.{minor}, needs 9.0"
         if "sm90" not in _C.cuda.BACKENDS:
-            has_arch = "9.0a" in _C.build_info()["archs"]
+            has_arch = any(arch.startswith("9.0a") for arch in _C.build_info()["archs"])
             return "sm90 kernels are not built yet" if has_arch else "extension built without sm_90a kernels"
     elif name not in _C.cuda.BACKENDS:
-        return "extension built without sm_80 kernels"
+        return f"extension built without {name} kernels"
     elif not (major == 8 or (major, minor) == (9, 0)):
         return f"device has compute capability {major}.{minor}, needs 8.x or 9.0"
     return ""
@@ -133,10 +132,11 @@ def _arch_status(device: torch.device | None) -> str:
 
 
 def _runs_on(arch: str, capability: tuple[int, int]) -> bool:
-    """Machine code runs on its own major version from its minor version up, for 9.0a on 9.0 alone; PTX on all later."""
+    """Machine code runs on its own major version from its minor version up, for 9.0a, its PTX too, on 9.0 alone; other PTX on
+    all later."""
     number = arch.removesuffix("+PTX").removesuffix("a")
     major, minor = (int(part) for part in number.split("."))
-    if arch.endswith("a"):
+    if arch.removesuffix("+PTX").endswith("a"):
         return capability == (major, minor)
     if arch.endswith("+PTX"):
         return capability >= (major, minor)
