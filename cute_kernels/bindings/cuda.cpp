@@ -26,27 +26,30 @@ T* pointer(uintptr_t address) {
 
 cudaStream_t stream_of(uintptr_t stream) { return reinterpret_cast<cudaStream_t>(stream); }
 
-compress::DenseView dense_view(uintptr_t x, Strides const& strides, int batch, int kv_heads, int64_t tokens, int head_dim,
-                               int dtype) {
+compress::DenseView dense_view(uintptr_t x, Strides const& strides, int batch, int kv_heads, int64_t tokens,
+                               int head_dim, int dtype) {
   return {pointer<void>(x), strides[0], strides[1], strides[2], batch, kv_heads, tokens, head_dim,
           static_cast<format::DType>(dtype)};
 }
 
 compress::DenseView dense_view(uintptr_t x, Strides const& strides, format::SparseView const& view) {
-  return {pointer<void>(x), strides[0], strides[1], strides[2], view.batch, view.kv_heads, view.tokens, view.head_dim, view.dtype};
+  return {pointer<void>(x), strides[0],  strides[1],    strides[2], view.batch,
+          view.kv_heads,    view.tokens, view.head_dim, view.dtype};
 }
 
-void select(uintptr_t x, Strides const& strides, int batch, int kv_heads, int64_t tokens, int head_dim, int dtype, int keep,
-            uintptr_t masks, uintptr_t counts, uintptr_t pruned, uintptr_t stream) {
+void select(uintptr_t x, Strides const& strides, int batch, int kv_heads, int64_t tokens, int head_dim, int dtype,
+            int keep, uintptr_t masks, uintptr_t counts, uintptr_t pruned, uintptr_t stream) {
   compress::select(dense_view(x, strides, batch, kv_heads, tokens, head_dim, dtype), keep, pointer<uint32_t>(masks),
                    pointer<int32_t>(counts), pointer<void>(pruned), stream_of(stream));
 }
 
-void balance(uintptr_t masks, uintptr_t channel_order, uintptr_t masks2, uintptr_t channel_order2, int batch, int kv_heads,
-             int64_t tokens, int head_dim, uintptr_t token_order, uintptr_t longest, uintptr_t longest2, uintptr_t stream) {
+void balance(uintptr_t masks, uintptr_t channel_order, uintptr_t masks2, uintptr_t channel_order2, int batch,
+             int kv_heads, int64_t tokens, int head_dim, uintptr_t token_order, uintptr_t longest, uintptr_t longest2,
+             uintptr_t stream) {
   compress::balance({pointer<uint32_t>(masks), pointer<uint8_t>(channel_order), pointer<int32_t>(longest)},
-                    {pointer<uint32_t>(masks2), pointer<uint8_t>(channel_order2), pointer<int32_t>(longest2)}, batch * kv_heads,
-                    tokens, format::padded_head_dim(head_dim), pointer<uint8_t>(token_order), stream_of(stream));
+                    {pointer<uint32_t>(masks2), pointer<uint8_t>(channel_order2), pointer<int32_t>(longest2)},
+                    batch * kv_heads, tokens, format::padded_head_dim(head_dim), pointer<uint8_t>(token_order),
+                    stream_of(stream));
 }
 
 void pack(uintptr_t x, Strides const& strides, uintptr_t masks, format::SparseView const& view, uintptr_t stream) {
@@ -57,18 +60,30 @@ void decompress(format::SparseView const& view, uintptr_t out, uintptr_t stream)
   compress::decompress(view, pointer<void>(out), stream_of(stream));
 }
 
-void sparse_qk(format::SparseView const& view, uintptr_t q, Strides const& q_strides, int q_heads, int q_tokens, float scale,
-               uintptr_t out, int out_dtype, std::string const& backend, uintptr_t stream) {
-  dispatch::Product product{view, {pointer<void>(q), q_strides[0], q_strides[1], q_strides[2], view.dtype}, q_heads, q_tokens,
-                            pointer<void>(out), static_cast<format::DType>(out_dtype), scale, nullptr};
+void sparse_qk(format::SparseView const& view, uintptr_t q, Strides const& q_strides, int q_heads, int q_tokens,
+               float scale, uintptr_t out, int out_dtype, std::string const& backend, uintptr_t stream) {
+  dispatch::Product product{view,
+                            {pointer<void>(q), q_strides[0], q_strides[1], q_strides[2], view.dtype},
+                            q_heads,
+                            q_tokens,
+                            pointer<void>(out),
+                            static_cast<format::DType>(out_dtype),
+                            scale,
+                            nullptr};
   dispatch::run(product, backend, stream_of(stream));
 }
 
-void sparse_av(format::SparseView const& view, uintptr_t p, Strides const& p_strides, int p_dtype, int q_heads, int q_tokens,
-               uintptr_t out, uintptr_t workspace, std::string const& backend, uintptr_t stream) {
-  dispatch::Product product{view,
-                            {pointer<void>(p), p_strides[0], p_strides[1], p_strides[2], static_cast<format::DType>(p_dtype)},
-                            q_heads, q_tokens, pointer<void>(out), view.dtype, 1.f, pointer<void>(workspace)};
+void sparse_av(format::SparseView const& view, uintptr_t p, Strides const& p_strides, int p_dtype, int q_heads,
+               int q_tokens, uintptr_t out, uintptr_t workspace, std::string const& backend, uintptr_t stream) {
+  dispatch::Product product{
+      view,
+      {pointer<void>(p), p_strides[0], p_strides[1], p_strides[2], static_cast<format::DType>(p_dtype)},
+      q_heads,
+      q_tokens,
+      pointer<void>(out),
+      view.dtype,
+      1.f,
+      pointer<void>(workspace)};
   dispatch::run(product, backend, stream_of(stream));
 }
 
@@ -81,8 +96,8 @@ void bind_cuda(py::module_& m) {
   for (char const* name : {"sm80", "sm90"})
     if (dispatch::has_backend(name)) backends.push_back(name);
   cuda.attr("BACKENDS") = backends;
-  cuda.def("select", &select, "x"_a, "strides"_a, "batch"_a, "kv_heads"_a, "tokens"_a, "head_dim"_a, "dtype"_a, "keep"_a,
-           "masks"_a, "counts"_a, "pruned"_a, "stream"_a);
+  cuda.def("select", &select, "x"_a, "strides"_a, "batch"_a, "kv_heads"_a, "tokens"_a, "head_dim"_a, "dtype"_a,
+           "keep"_a, "masks"_a, "counts"_a, "pruned"_a, "stream"_a);
   cuda.def("balance", &balance, "masks"_a, "channel_order"_a, "masks2"_a, "channel_order2"_a, "batch"_a, "kv_heads"_a,
            "tokens"_a, "head_dim"_a, "token_order"_a, "longest"_a, "longest2"_a, "stream"_a);
   cuda.def("pack", &pack, "x"_a, "strides"_a, "masks"_a, "view"_a, "stream"_a);

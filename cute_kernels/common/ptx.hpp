@@ -8,8 +8,8 @@
 namespace cute_kernels::ptx {
 
 // A 16-bit load zero-extends: the upper half of the result is the zeros that absent elements need.
-// No memory clobber, so that loads may be scheduled freely among themselves. It cannot rise above the barrier before: its
-// address depends on a bitmap word read by load_shared_u32; nor sink below the one after: both are volatile.
+// No memory clobber, so that loads may be scheduled freely among themselves. It cannot rise above the barrier before:
+// its address depends on a bitmap word read by load_shared_u32; nor sink below the one after: both are volatile.
 CUTE_DEVICE uint32_t load_shared_u16(uint32_t address) {
   uint16_t value;
   asm volatile("ld.shared.u16 %0, [%1];" : "=h"(value) : "r"(address));

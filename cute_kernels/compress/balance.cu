@@ -1,4 +1,5 @@
-// The token order of every tile, one warp a tile: the algorithm of format/token_order.hpp, candidates spread over lanes.
+// The token order of every tile, one warp a tile: the algorithm of format/token_order.hpp, candidates spread over
+// lanes.
 #include "cute_kernels/common/error.hpp"
 #include "cute_kernels/compress/compress.hpp"
 #include "cute_kernels/format/token_order.hpp"
@@ -106,7 +107,8 @@ __device__ bool swap_best_pair(BalanceStorage<Classes>& s, int lane) {
   uint32_t longest = 0;  // length << 8 | inverted index: ties to the lower group
 #pragma unroll
   for (int i = 0; i < kStreams; i += 32) {
-    uint32_t key = static_cast<uint32_t>(s.load[(i + lane) / Classes][(i + lane) % Classes]) << 8 | (kStreams - 1 - (i + lane));
+    uint32_t key =
+        static_cast<uint32_t>(s.load[(i + lane) / Classes][(i + lane) % Classes]) << 8 | (kStreams - 1 - (i + lane));
     longest = key > longest ? key : longest;
   }
   longest = __reduce_max_sync(kAllLanes, longest);
@@ -127,7 +129,8 @@ __device__ bool swap_best_pair(BalanceStorage<Classes>& s, int lane) {
       if (s.group[x] != from) continue;
       int worst = 0;
 #pragma unroll
-      for (int c = 0; c < Classes; ++c) worst = max(worst, max(room_from[c] - s.count[x][c], room_to[c] + s.count[x][c]));
+      for (int c = 0; c < Classes; ++c)
+        worst = max(worst, max(room_from[c] - s.count[x][c], room_to[c] + s.count[x][c]));
       uint32_t key = static_cast<uint32_t>(worst) << 12 | x << 6 | y;
       if (worst < length && key < best) best = key;
     }
@@ -148,8 +151,8 @@ __device__ bool swap_best_pair(BalanceStorage<Classes>& s, int lane) {
 
 template <int Classes>
 __global__ void __launch_bounds__(32 * kWarps)
-balance_kernel(BalanceOperand first, BalanceOperand second, int64_t tiles, int64_t tiles_per_head, int64_t tokens, int padded,
-               uint8_t* token_order) {
+    balance_kernel(BalanceOperand first, BalanceOperand second, int64_t tiles, int64_t tiles_per_head, int64_t tokens,
+                   int padded, uint8_t* token_order) {
   __shared__ BalanceStorage<Classes> storage[kWarps];
   BalanceStorage<Classes>& s = storage[threadIdx.x / 32];
   int lane = threadIdx.x % 32;
@@ -157,7 +160,8 @@ balance_kernel(BalanceOperand first, BalanceOperand second, int64_t tiles, int64
   if (tile >= tiles) return;
   int64_t head = tile / tiles_per_head, first_token = tile % tiles_per_head * kTileTokens;
   count_classes<Classes, 0>(s, first, head, tokens, first_token, padded, lane);
-  if constexpr (Classes > kClasses) count_classes<Classes, kClasses>(s, second, head, tokens, first_token, padded, lane);
+  if constexpr (Classes > kClasses)
+    count_classes<Classes, kClasses>(s, second, head, tokens, first_token, padded, lane);
   assign_greedily(s, lane);
   for (int i = 0; i < kTokenSwaps && swap_best_pair(s, lane); ++i) {}
 

@@ -18,8 +18,9 @@ struct DenseView {
   format::DType dtype;
 };
 
-// masks (batch * kv_heads * tokens, padded / 32): kept and nonzero, or null. counts (batch * kv_heads, padded): nonzeros of
-// a channel, or null. pruned: contiguous copy with zeros for what is not kept, or null. keep = 0 keeps every nonzero.
+// masks (batch * kv_heads * tokens, padded / 32): kept and nonzero, or null. counts (batch * kv_heads, padded):
+// nonzeros of a channel, or null. pruned: contiguous copy with zeros for what is not kept, or null. keep = 0 keeps
+// every nonzero.
 void select(DenseView const& x, int keep, uint32_t* masks, int32_t* counts, void* pruned, cudaStream_t stream);
 
 // What `balance` reads of one cache, and the longest stream of each of its tiles that it writes.

@@ -1,5 +1,5 @@
-// Packs tiles and unpacks them, one CTA a tile. Dense data passes through shared memory, so that global accesses are whole
-// rows; lanes then walk their elements in the order of format/tile.hpp.
+// Packs tiles and unpacks them, one CTA a tile. Dense data passes through shared memory, so that global accesses are
+// whole rows; lanes then walk their elements in the order of format/tile.hpp.
 #include <type_traits>
 
 #include "cute_kernels/common/error.hpp"
@@ -35,7 +35,8 @@ struct TileOrder {
   uint8_t channel[HeadDim];
 
   __device__ void load(SparseView const& view, TilePlace const& place) {
-    for (int i = threadIdx.x; i < kTileTokens; i += blockDim.x) token[i] = view.token_order[place.tile * kTileTokens + i];
+    for (int i = threadIdx.x; i < kTileTokens; i += blockDim.x)
+      token[i] = view.token_order[place.tile * kTileTokens + i];
     for (int i = threadIdx.x; i < HeadDim; i += blockDim.x) channel[i] = view.channel_order[place.head * HeadDim + i];
   }
 };
@@ -158,8 +159,8 @@ void visit_shape(SparseView const& view, F&& f) {
 }
 
 template <class Kernel, class... Args>
-void launch(Kernel kernel, SparseView const& view, int threads, size_t shared_bytes, cudaStream_t stream, char const* what,
-            Args... args) {
+void launch(Kernel kernel, SparseView const& view, int threads, size_t shared_bytes, cudaStream_t stream,
+            char const* what, Args... args) {
   check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)),
              "cudaFuncSetAttribute");
   kernel<<<static_cast<unsigned>(view.tiles()), threads, shared_bytes, stream>>>(args...);
@@ -170,15 +171,15 @@ void launch(Kernel kernel, SparseView const& view, int threads, size_t shared_by
 
 void pack(DenseView const& x, uint32_t const* masks, SparseView const& view, cudaStream_t stream) {
   visit_shape(view, [&](auto role, auto head_dim) {
-    launch(pack_kernel<role(), head_dim()>, view, 32 * kWarps, sizeof(PackStorage<head_dim()>), stream, "launch of pack", x,
-           masks, view);
+    launch(pack_kernel<role(), head_dim()>, view, 32 * kWarps, sizeof(PackStorage<head_dim()>), stream,
+           "launch of pack", x, masks, view);
   });
 }
 
 void decompress(SparseView const& view, void* out, cudaStream_t stream) {
   visit_shape(view, [&](auto role, auto head_dim) {
-    launch(unpack_kernel<role(), head_dim()>, view, 32, sizeof(UnpackStorage<head_dim()>), stream, "launch of decompress", view,
-           static_cast<uint16_t*>(out));
+    launch(unpack_kernel<role(), head_dim()>, view, 32, sizeof(UnpackStorage<head_dim()>), stream,
+           "launch of decompress", view, static_cast<uint16_t*>(out));
   });
 }
 

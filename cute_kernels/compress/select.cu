@@ -1,5 +1,5 @@
-// Which elements are kept: per token the `keep` largest magnitudes, ties to the lower channel. No sort: the threshold is
-// found by bisection on the 15 bits of the magnitude, one warp a token, then ties are ranked by prefix popcounts.
+// Which elements are kept: per token the `keep` largest magnitudes, ties to the lower channel. No sort: the threshold
+// is found by bisection on the 15 bits of the magnitude, one warp a token, then ties are ranked by prefix popcounts.
 #include "cute_kernels/common/error.hpp"
 #include "cute_kernels/common/numeric.hpp"
 #include "cute_kernels/compress/compress.hpp"
@@ -41,7 +41,8 @@ __global__ void __launch_bounds__(32 * kWarps) select_kernel(DenseView x, int ke
   int lane = threadIdx.x % 32, ctas_per_head = gridDim.x / (x.batch * x.kv_heads), head = blockIdx.x / ctas_per_head;
   int64_t first = (int64_t{blockIdx.x % ctas_per_head} * kWarps + threadIdx.x / 32) * kTokensPerWarp;
   int64_t last = first + kTokensPerWarp < x.tokens ? first + kTokensPerWarp : x.tokens;
-  auto const* from = static_cast<uint16_t const*>(x.data) + head / x.kv_heads * x.stride_batch + head % x.kv_heads * x.stride_head;
+  auto const* from =
+      static_cast<uint16_t const*>(x.data) + head / x.kv_heads * x.stride_batch + head % x.kv_heads * x.stride_head;
   uint32_t nan = nan_key(x.dtype);
   int count[Words] = {};
   for (int64_t token = first; token < last; ++token) {
@@ -84,7 +85,10 @@ void select(DenseView const& x, int keep, uint32_t* masks, int32_t* counts, void
   constexpr int kTokens = kWarps * kTokensPerWarp;
   int64_t grid = (x.tokens + kTokens - 1) / kTokens * heads;
   if (grid > INT32_MAX) throw std::invalid_argument("x: more than 2^31 runs of 64 tokens");
-  auto launch = [&](auto kernel) { kernel<<<static_cast<unsigned>(grid), 32 * kWarps, 0, stream>>>(x, keep, masks, counts, static_cast<uint16_t*>(pruned)); };
+  auto launch = [&](auto kernel) {
+    kernel<<<static_cast<unsigned>(grid), 32 * kWarps, 0, stream>>>(x, keep, masks, counts,
+                                                                    static_cast<uint16_t*>(pruned));
+  };
   if (padded == 64) launch(select_kernel<2>);
   else if (padded == 128) launch(select_kernel<4>);
   else launch(select_kernel<8>);

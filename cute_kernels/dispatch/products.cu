@@ -31,7 +31,8 @@ DeviceLimits current_device() {
     limits.shared_bytes = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
     limits.major = attribute(cudaDevAttrComputeCapabilityMajor);
     limits.minor = attribute(cudaDevAttrComputeCapabilityMinor);
-    // The combine waits for the product kernel only in code for 9.0: PTX for 8.0 that a driver compiles must not overlap it.
+    // The combine waits for the product kernel only in code for 9.0: PTX for 8.0 that a driver compiles must not
+    // overlap it.
     limits.programmatic_launch = CUTE_KERNELS_HAVE_SM90A && limits.major == 9 && limits.minor == 0;
   });
   return known[device];
@@ -92,7 +93,8 @@ int64_t workspace_bytes(format::SparseView const& view, int query_heads, int que
   if (view.role == Role::kKey) return 0;
   int rows = query_heads / view.kv_heads * query_tokens, n = rows_a_pass(rows), row_blocks = (rows + n - 1) / n;
   int64_t segments = view.heads() * row_blocks;
-  return matmul::partial_bytes(matmul::max_partials(current_device().multiprocessors, segments), n, view.padded_head_dim);
+  return matmul::partial_bytes(matmul::max_partials(current_device().multiprocessors, segments), n,
+                               view.padded_head_dim);
 }
 
 void run(Product const& product, std::string const& backend, cudaStream_t stream) {
@@ -118,8 +120,16 @@ void run(Product const& product, std::string const& backend, cudaStream_t stream
   Plan plan = choose_plan(device, launcher.limits(view.dtype, n), n, rows, view.max_tile_rows, matmul::kOrderBytes,
                           is_key ? 0 : matmul::dense_row_bytes(product.dense.dtype), tiles);
   int pieces = plan.config.ctas * plan.config.warps, all = static_cast<int>(tiles);
-  params.work = {all, rows, group, pieces, all / pieces, all % pieces, cutlass::FastDivmod(static_cast<int>(view.tiles_per_head())),
-                 cutlass::FastDivmod(row_blocks), cutlass::FastDivmod(product.query_tokens), cutlass::FastDivmod(view.kv_heads)};
+  params.work = {all,
+                 rows,
+                 group,
+                 pieces,
+                 all / pieces,
+                 all % pieces,
+                 cutlass::FastDivmod(static_cast<int>(view.tiles_per_head())),
+                 cutlass::FastDivmod(row_blocks),
+                 cutlass::FastDivmod(product.query_tokens),
+                 cutlass::FastDivmod(view.kv_heads)};
   params.stages = plan.stages;
   launcher.launch(params, plan.config, stream);
 }

@@ -14,7 +14,9 @@ struct Codec {
   static constexpr int kStreams = 32 / ValueBits;
 
   CUTE_HOST_DEVICE static constexpr int stream(int element) { return element % kStreams; }
-  CUTE_HOST_DEVICE static constexpr uint32_t place(uint32_t value, int stream) { return value << (stream * kValueBits); }
+  CUTE_HOST_DEVICE static constexpr uint32_t place(uint32_t value, int stream) {
+    return value << (stream * kValueBits);
+  }
   CUTE_HOST_DEVICE static constexpr uint32_t extract(uint32_t word, int stream) {
     return (word >> (stream * kValueBits)) & ((uint64_t{1} << kValueBits) - 1);
   }

@@ -48,8 +48,9 @@ CUTE_HOST_DEVICE constexpr int padded_head_dim(int head_dim) {
   return padded;
 }
 
-// (lane, element) -> token_position * HeadDim + channel_position. Elements run over the atom's fragment first, then over
-// blocks of 16 channels, then over blocks of 16 tokens: a block of tokens is one step of the mainloop for both roles.
+// (lane, element) -> token_position * HeadDim + channel_position. Elements run over the atom's fragment first, then
+// over blocks of 16 channels, then over blocks of 16 tokens: a block of tokens is one step of the mainloop for both
+// roles.
 template <Role kRole, int HeadDim>
 CUTE_HOST_DEVICE constexpr auto element_layout() {
   constexpr bool kIsKey = kRole == Role::kKey;
@@ -59,7 +60,8 @@ CUTE_HOST_DEVICE constexpr auto element_layout() {
     if constexpr (kIsKey) return make_layout(Shape<Tokens, Channels>{}, Stride<Channels, _1>{});
     else return make_layout(Shape<Channels, Tokens>{}, Stride<_1, Channels>{});
   }();
-  auto thread_fragment = make_tiled_mma(TileMmaAtom{}).thrfrg_A(tile);  // ((THR_V,(THR_M,THR_K)),(FRG_V,(REST_M,REST_K)))
+  auto thread_fragment =
+      make_tiled_mma(TileMmaAtom{}).thrfrg_A(tile);  // ((THR_V,(THR_M,THR_K)),(FRG_V,(REST_M,REST_K)))
   auto lanes = get<0, 0>(thread_fragment);
   auto atom = get<1, 0>(thread_fragment);
   auto rest_m = get<1, 1, 0>(thread_fragment);
@@ -73,8 +75,9 @@ CUTE_HOST_DEVICE constexpr auto element_layout() {
   return layout;
 }
 
-// Positions mod 8 decide lane and stream, so the lengths of the streams depend only on which group (token_position mod 8)
-// a token and which class (channel_position mod 8) a channel is dealt to. Checked against element_layout by the tests.
+// Positions mod 8 decide lane and stream, so the lengths of the streams depend only on which group (token_position mod
+// 8) a token and which class (channel_position mod 8) a channel is dealt to. Checked against element_layout by the
+// tests.
 struct Stream {
   int lane, index;
 };

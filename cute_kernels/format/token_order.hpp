@@ -1,9 +1,9 @@
 // The order of tokens inside a tile, chosen so that the value streams come out equally long.
 //
-// A token adds its count of nonzeros in each of 8 channel classes to the 8 streams of its token group. 64 tokens are to be
-// split over 8 groups of 8 such that the longest of the 64 (group, class) streams is short: first greedily, the most unusual
-// token first, then by the swap of two tokens that shortens the two groups concerned most, up to kTokenSwaps times.
-// Integers and fixed tie rules only: every implementation gives the same order, bit for bit.
+// A token adds its count of nonzeros in each of 8 channel classes to the 8 streams of its token group. 64 tokens are to
+// be split over 8 groups of 8 such that the longest of the 64 (group, class) streams is short: first greedily, the most
+// unusual token first, then by the swap of two tokens that shortens the two groups concerned most, up to kTokenSwaps
+// times. Integers and fixed tie rules only: every implementation gives the same order, bit for bit.
 #pragma once
 
 #include <cstdint>
@@ -44,7 +44,8 @@ inline void choose_token_order(TokenCounts<Classes> const& counts, uint8_t order
     by_unusual[rank] = t;
   }
 
-  int group[kTileTokens], members[kTokenGroups] = {}, drift[kTokenGroups][Classes] = {}, load[kTokenGroups][Classes] = {};
+  int group[kTileTokens], members[kTokenGroups] = {}, drift[kTokenGroups][Classes] = {},
+                          load[kTokenGroups][Classes] = {};
   for (int i = 0; i < kTileTokens; ++i) {
     int t = by_unusual[i], best = -1, best_cost = 0;
     for (int g = 0; g < kTokenGroups; ++g) {

@@ -1,13 +1,14 @@
-// The end of sparse_av: O^T of a segment from the warps, and CTAs, that have a share of it. The order of every sum is fixed,
-// so results are the same bits from run to run.
+// The end of sparse_av: O^T of a segment from the warps, and CTAs, that have a share of it. The order of every sum is
+// fixed, so results are the same bits from run to run.
 //
-//   crossing   a warp whose piece reaches beyond the segment's end leaves its share in partial `segment`; one a segment at most
-//   last       the segment a piece ends in: the CTA adds up its warps' shares and leaves them in partial
-//              `segments + cta + segment` (CTAs and segments with common tiles form a staircase, so the sum names the pair)
+//   crossing   a warp whose piece reaches beyond the segment's end leaves its share in partial `segment`; one a segment
+//   at most last       the segment a piece ends in: the CTA adds up its warps' shares and leaves them in partial
+//              `segments + cta + segment` (CTAs and segments with common tiles form a staircase, so the sum names the
+//              pair)
 //
-// A second kernel adds up a segment's partials (measured: 3 us faster than letting the last CTA to arrive do it, whose fence,
-// count and loads follow one another). They stay in the order of accumulators, four floats a lane and atom, so that they are
-// written and read in whole lines; only the total is put in order of channels.
+// A second kernel adds up a segment's partials (measured: 3 us faster than letting the last CTA to arrive do it, whose
+// fence, count and loads follow one another). They stay in the order of accumulators, four floats a lane and atom, so
+// that they are written and read in whole lines; only the total is put in order of channels.
 #pragma once
 
 #include "cute_kernels/common/ptx.hpp"
@@ -56,7 +57,8 @@ CUTE_DEVICE void leave_share(Fragment const& tCrC /* (MMA,MMA_M,MMA_N) */, int r
     if (!has_rows(rows, lane, n)) continue;
     CUTE_UNROLL
     for (int m = 0; m < size<1>(tCrC); ++m)
-      to[ShareLayout<Traits>{}(lane, AtomLayout<Traits>{}(m, n))] = make_float4(tCrC(0, m, n), tCrC(1, m, n), tCrC(2, m, n), tCrC(3, m, n));
+      to[ShareLayout<Traits>{}(lane, AtomLayout<Traits>{}(m, n))] =
+          make_float4(tCrC(0, m, n), tCrC(1, m, n), tCrC(2, m, n), tCrC(3, m, n));
   }
 }
 
@@ -66,9 +68,11 @@ CUTE_DEVICE void store_atom(Params const& params, Segment const& segment, int la
   using Element = typename Traits::Element;
   int head_dim = params.sparse.head_dim;
   uint8_t const* channel_order = params.sparse.channel_order + int64_t{segment.head} * Traits::kHeadDim;
-  auto* out = static_cast<Element*>(params.out) + (int64_t{segment.head} * params.work.rows + segment.first_row) * head_dim;
+  auto* out =
+      static_cast<Element*>(params.out) + (int64_t{segment.head} * params.work.rows + segment.first_row) * head_dim;
   auto thr_mma = typename Traits::TiledMma{}.get_slice(lane);
-  Tensor tCcC = thr_mma.partition_C(make_identity_tensor(Shape<_16, _8>{}))(_, 0, 0);  // (MMA) -> (channel_position, row)
+  Tensor tCcC =
+      thr_mma.partition_C(make_identity_tensor(Shape<_16, _8>{}))(_, 0, 0);  // (MMA) -> (channel_position, row)
   float const accumulators[4] = {values.x, values.y, values.z, values.w};
   CUTE_UNROLL
   for (int v = 0; v < 4; ++v) {
@@ -118,7 +122,8 @@ inline constexpr int kCombineWarps = 4;
 // Grid: (segments, atoms). Warp w adds up partials w, w + 4, ...; warp 0 adds up the warps. A programmatic dependent of
 // sparse_av: everything up to the wait runs while that kernel drains.
 template <class Traits>
-__global__ void __launch_bounds__(32 * kCombineWarps) combine_partials(CUTE_GRID_CONSTANT Params const params, int warps_a_cta) {
+__global__ void __launch_bounds__(32 * kCombineWarps)
+    combine_partials(CUTE_GRID_CONSTANT Params const params, int warps_a_cta) {
   __shared__ float4 sums[kCombineWarps][32];
   Work const& work = params.work;
   Segment segment = segment_at<Traits::kN>(work, blockIdx.x);
@@ -135,7 +140,8 @@ __global__ void __launch_bounds__(32 * kCombineWarps) combine_partials(CUTE_GRID
 #pragma unroll 4
     for (int cta = first_cta + warp; cta < end_cta; cta += kCombineWarps)
       sum = sum + partial_data<Traits>(params, cta_partial(work, cta, segment.index))[item];
-    if (crossing && warp == kCombineWarps - 1) sum = sum + partial_data<Traits>(params, crossing_partial(segment))[item];
+    if (crossing && warp == kCombineWarps - 1)
+      sum = sum + partial_data<Traits>(params, crossing_partial(segment))[item];
   }
   sums[warp][lane] = sum;
   __syncthreads();

@@ -1,11 +1,11 @@
 // Decompression of a tile in shared memory straight into A fragments ("split streams").
 //
-// A lane's nonzeros lie in its own column of the block (bank = lane: no conflicts at any row): low halves hold those of its
-// even elements, high halves those of its odd ones. Four consecutive elements are four bytes of `word & (0x01010101 << S)`,
-// so one dp4a adds the bytes that count, times the row size, to a running address; one 16-bit load fetches the value with
-// zeros above it; dp2a turns two presence bits into a prmt selector that takes the value's bytes or those zeros.
-// 3.9 instructions an element whatever the density, one of them a load. Absent elements re-read the last present one, or the
-// row above the values, which is a bitmap row: always inside the block.
+// A lane's nonzeros lie in its own column of the block (bank = lane: no conflicts at any row): low halves hold those of
+// its even elements, high halves those of its odd ones. Four consecutive elements are four bytes of `word & (0x01010101
+// << S)`, so one dp4a adds the bytes that count, times the row size, to a running address; one 16-bit load fetches the
+// value with zeros above it; dp2a turns two presence bits into a prmt selector that takes the value's bytes or those
+// zeros. 3.9 instructions an element whatever the density, one of them a load. Absent elements re-read the last present
+// one, or the row above the values, which is a bitmap row: always inside the block.
 #pragma once
 
 #include <cstdint>
@@ -52,7 +52,8 @@ CUTE_DEVICE void decompress4(uint32_t word, StreamCursor& at, uint32_t& r0, uint
 template <class Registers>
 CUTE_DEVICE void decompress64(uint32_t word0, uint32_t word1, StreamCursor& at, Registers& r) {
   constexpr uint32_t kEven = 0x00ff00ffu;
-  StreamCursor at1{at.even + format::kRowBytes * __popc(word0 & kEven), at.odd + format::kRowBytes * __popc(word0 & ~kEven)};
+  StreamCursor at1{at.even + format::kRowBytes * __popc(word0 & kEven),
+                   at.odd + format::kRowBytes * __popc(word0 & ~kEven)};
   CUTE_UNROLL
   for (int i = 0; i < 4; ++i) {
     decompress4<0>(word0, at, r(4 * i), r(4 * i + 1));

@@ -27,7 +27,8 @@ class DenseTile {
   }
 
   CUTE_DEVICE uint8_t const* row(int index) const {
-    int64_t offset = head_offset_ + dense_row_offset(params_.dense, params_.work, segment_.first_row + index) + first_token_;
+    int64_t offset =
+        head_offset_ + dense_row_offset(params_.dense, params_.work, segment_.first_row + index) + first_token_;
     return static_cast<uint8_t const*>(params_.dense.data) + offset * dtype_bytes(params_.dense.dtype);
   }
 
@@ -41,7 +42,8 @@ class DenseTile {
         auto const* from = reinterpret_cast<P const*>(row(i));
         CUTE_UNROLL
         for (int token = threadIdx.x % 32; token < format::kTileTokens; token += 32)
-          reinterpret_cast<P*>(to + i * dense_row_bytes(params_.dense.dtype))[token] = token < exist ? from[token] : P(0.f);
+          reinterpret_cast<P*>(to + i * dense_row_bytes(params_.dense.dtype))[token] =
+              token < exist ? from[token] : P(0.f);
       }
     });
   }

@@ -1,4 +1,5 @@
-// sparse_av: O^T = V^T P^T over a warp's tiles. What differs from one architecture to another is the pipeline that feeds it.
+// sparse_av: O^T = V^T P^T over a warp's tiles. What differs from one architecture to another is the pipeline that
+// feeds it.
 #pragma once
 
 #include "cute_kernels/matmul/combine.hpp"

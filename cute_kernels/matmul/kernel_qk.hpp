@@ -7,7 +7,8 @@
 
 namespace cute_kernels::matmul {
 
-// A row of logits in shared memory: 64 tokens and 4 more, so that the four query rows of a store fall in different banks.
+// A row of logits in shared memory: 64 tokens and 4 more, so that the four query rows of a store fall in different
+// banks.
 inline constexpr int kLogitsStride = format::kTileTokens + 4;
 
 template <class Traits>
@@ -21,7 +22,8 @@ template <class Traits, class Fragment>
 CUTE_DEVICE void load_queries(Params const& params, Segment const& segment, Fragment& tCrB /* (MMA,MMA_N,MMA_K) */) {
   using Element = typename Traits::Element;
   auto thr_mma = typename Traits::TiledMma{}.get_slice(threadIdx.x % 32);
-  Tensor cB = make_identity_tensor(Shape<Int<Traits::kN>, Int<Traits::kK>>{});  // (BLK_N,BLK_K) -> (row, channel_position)
+  Tensor cB =
+      make_identity_tensor(Shape<Int<Traits::kN>, Int<Traits::kK>>{});  // (BLK_N,BLK_K) -> (row, channel_position)
   Tensor tCcB = thr_mma.partition_B(cB);                                       // ((2,2),MMA_N,MMA_K)
   CUTE_STATIC_ASSERT_V(shape(tCcB) == shape(tCrB));
   CUTE_STATIC_ASSERT_V((shape<0>(tCcB) == Shape<_2, _2>{}));  // two neighbouring channels, then 8 further on
@@ -29,7 +31,8 @@ CUTE_DEVICE void load_queries(Params const& params, Segment const& segment, Frag
   CUTE_UNROLL
   for (int n = 0; n < size<1>(tCcB); ++n) {
     int row = min(get<0>(tCcB(0, n, 0)), segment.rows - 1);
-    auto const* q = static_cast<Element const*>(params.dense.data) + dense_head_offset(params.dense, params.work, segment.head) +
+    auto const* q = static_cast<Element const*>(params.dense.data) +
+                    dense_head_offset(params.dense, params.work, segment.head) +
                     dense_row_offset(params.dense, params.work, segment.first_row + row);
     CUTE_UNROLL
     for (int k = 0; k < size<2>(tCcB); ++k) {
@@ -54,10 +57,12 @@ CUTE_DEVICE void store_logits(Params const& params, Segment const& segment, int 
   auto* logits = reinterpret_cast<float*>(stage.block);  // (N, kLogitsStride)
   int lane = threadIdx.x % 32;
   auto thr_mma = typename Traits::TiledMma{}.get_slice(lane);
-  Tensor cC = make_identity_tensor(Shape<Int<Traits::kM>, Int<Traits::kN>>{});  // (BLK_M,BLK_N) -> (token_position, row)
+  Tensor cC =
+      make_identity_tensor(Shape<Int<Traits::kM>, Int<Traits::kN>>{});         // (BLK_M,BLK_N) -> (token_position, row)
   Tensor tCcC = thr_mma.partition_C(cC);                                       // ((2,2),MMA_M,MMA_N)
   CUTE_STATIC_ASSERT_V(shape(tCcC) == shape(tCrC));
-  CUTE_STATIC_ASSERT_V((shape<0>(tCcC) == Shape<_2, _2>{}));  // two neighbouring rows of query, then 8 positions further on
+  CUTE_STATIC_ASSERT_V(
+      (shape<0>(tCcC) == Shape<_2, _2>{}));  // two neighbouring rows of query, then 8 positions further on
   int token_of[2][Traits::kM / 16];
   CUTE_UNROLL
   for (int m = 0; m < size<1>(tCcC); ++m) {

@@ -31,7 +31,8 @@ KernelLimits limits(format::DType dtype, int n) {
 template <class Kernel>
 void launch_product(Kernel kernel, Params const& params, Config const& config, cudaStream_t stream) {
   int shared_bytes = config.warps * params.stages.count * params.stages.stage_bytes;
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes), "cudaFuncSetAttribute");
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
+             "cudaFuncSetAttribute");
   kernel<<<config.ctas, 32 * config.warps, shared_bytes, stream>>>(params);
   check_cuda(cudaGetLastError(), "launch of a product kernel");
 }
@@ -58,7 +59,8 @@ void launch(Params const& params, Config const& config, cudaStream_t stream) {
     if constexpr (T::kIsKey) {
       launch_product(sparse_qk_kernel<T, Pipeline>, params, config, stream);
     } else {
-      if (params.dense.dtype == params.sparse.dtype) launch_product(sparse_av_kernel<T, Pipeline, false>, params, config, stream);
+      if (params.dense.dtype == params.sparse.dtype)
+        launch_product(sparse_av_kernel<T, Pipeline, false>, params, config, stream);
       else launch_product(sparse_av_kernel<T, Pipeline, true>, params, config, stream);
       launch_combine<T>(params, config, stream);
     }

@@ -1,7 +1,7 @@
 // P^T of a tile as B fragments: tokens put in the tile's order, values brought to the element type of V.
 //
-// p in the type of V is taken as it is. bf16 holds every float's range, so for V in bf16 a conversion is enough. For V in
-// fp16, p in fp32 or bf16 is scaled by a power of two per query row, such that the largest |p| seen so far falls in
+// p in the type of V is taken as it is. bf16 holds every float's range, so for V in bf16 a conversion is enough. For V
+// in fp16, p in fp32 or bf16 is scaled by a power of two per query row, such that the largest |p| seen so far falls in
 // [2^14, 2^15); when a larger one comes, the row's accumulators are scaled down, as online softmax does. Values down to
 // 2^-28 of the row's largest keep their full precision.
 #pragma once
@@ -32,8 +32,8 @@ struct RowScales {
     for (int n = 0; n < kBlocks; ++n) exponent[n][0] = exponent[n][1] = kLowest;
   }
 
-  // Takes note of the largest |p| that this lane loads of its row in n8 block n. Returns the row's scale, having brought
-  // accumulators to it.
+  // Takes note of the largest |p| that this lane loads of its row in n8 block n. Returns the row's scale, having
+  // brought accumulators to it.
   template <class Fragment>
   CUTE_DEVICE float admit(float largest, int n, Fragment& tCrC /* ((2,2),MMA_M,MMA_N) */) {
     int lane = threadIdx.x % 32;
@@ -81,12 +81,14 @@ struct LaneTokens {
   uint32_t pair[kBlocks][2];
 
   template <class Coords>
-  CUTE_DEVICE LaneTokens(uint8_t const* token_order, Coords const& tCcB /* ((2,2),MMA_N,MMA_K) -> (row, token_position) */) {
+  CUTE_DEVICE LaneTokens(uint8_t const* token_order,
+                         Coords const& tCcB /* ((2,2),MMA_N,MMA_K) -> (row, token_position) */) {
     CUTE_STATIC_ASSERT_V((shape<0>(tCcB) == Shape<_2, _2>{}));  // two neighbouring positions, then 8 further on
     CUTE_STATIC_ASSERT_V(size<2>(tCcB) == Int<kBlocks>{});
     CUTE_UNROLL
     for (int i = 0; i < 2 * kBlocks; ++i)
-      pair[i / 2][i % 2] = *reinterpret_cast<uint16_t const*>(token_order + get<1>(tCcB(make_coord(0, i % 2), 0, i / 2)));
+      pair[i / 2][i % 2] =
+          *reinterpret_cast<uint16_t const*>(token_order + get<1>(tCcB(make_coord(0, i % 2), 0, i / 2)));
   }
   // v: index in the fragment's first mode, k: block of 16 tokens
   CUTE_DEVICE int operator()(int v, int k) const { return pair[k][v / 2] >> (8 * (v % 2)) & 0xff; }
@@ -96,8 +98,8 @@ template <class Traits, bool kConverts>
 class ProbabilityLoader {
  public:
   template <class FragmentB, class FragmentC>
-  CUTE_DEVICE void load(Params const& params, Segment const& segment, Stage stage, FragmentB& tCrB /* (MMA,MMA_N,MMA_K) */,
-                        FragmentC& tCrC /* (MMA,MMA_M,MMA_N) */) {
+  CUTE_DEVICE void load(Params const& params, Segment const& segment, Stage stage,
+                        FragmentB& tCrB /* (MMA,MMA_N,MMA_K) */, FragmentC& tCrC /* (MMA,MMA_M,MMA_N) */) {
     if constexpr (!kConverts) {
       load_as<Element>(segment, stage, tCrB, tCrC);
     } else {
@@ -123,7 +125,8 @@ class ProbabilityLoader {
   CUTE_DEVICE void load_as(Segment const& segment, Stage stage, FragmentB& tCrB, FragmentC& tCrC) {
     constexpr int kRowBytes = dense_row_bytes(std::is_same_v<P, float> ? DType::kFloat32 : DType::kFloat16);
     auto thr_mma = typename Traits::TiledMma{}.get_slice(threadIdx.x % 32);
-    Tensor cB = make_identity_tensor(Shape<Int<Traits::kN>, Int<Traits::kK>>{});  // (BLK_N,BLK_K) -> (row, token_position)
+    Tensor cB =
+        make_identity_tensor(Shape<Int<Traits::kN>, Int<Traits::kK>>{});  // (BLK_N,BLK_K) -> (row, token_position)
     Tensor tCcB = thr_mma.partition_B(cB);                                       // ((2,2),MMA_N,MMA_K)
     CUTE_STATIC_ASSERT_V(shape(tCcB) == shape(tCrB));
     LaneTokens<Traits> token(stage.token_order(), tCcB);
@@ -137,7 +140,8 @@ class ProbabilityLoader {
         CUTE_UNROLL
         for (int k = 0; k < size<2>(tCrB); ++k) {
           CUTE_UNROLL
-          for (int v = 0; v < 4; ++v) largest = fmaxf(largest, fabsf(float(p[token(v, k)])));  // ignores NaN, which needs no scale
+          for (int v = 0; v < 4; ++v)
+            largest = fmaxf(largest, fabsf(float(p[token(v, k)])));  // ignores NaN, which needs no scale
         }
         scale = scales_.admit(largest, n, tCrC);
       }

@@ -9,7 +9,8 @@
 
 namespace cute_kernels::matmul {
 
-// The dense operand: q of sparse_qk or p of sparse_av, (batch, heads, tokens, contiguous last mode), strides in elements.
+// The dense operand: q of sparse_qk or p of sparse_av, (batch, heads, tokens, contiguous last mode), strides in
+// elements.
 struct DenseOperand {
   void const* data;
   int64_t stride_batch, stride_head, stride_token;

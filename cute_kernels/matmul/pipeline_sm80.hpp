@@ -1,7 +1,7 @@
 // The load side of CC 8.x: every warp owns a ring of stages in shared memory and fills it with cp.async.
 //
-// Warps never wait for one another: a warp fetches, waits for and consumes its own tiles, so that many warps at different
-// points hide one another's latencies. A ring of n stages has n - 1 tiles under way while one is multiplied.
+// Warps never wait for one another: a warp fetches, waits for and consumes its own tiles, so that many warps at
+// different points hide one another's latencies. A ring of n stages has n - 1 tiles under way while one is multiplied.
 #pragma once
 
 #include <cute/arch/copy_sm80.hpp>
@@ -18,7 +18,12 @@ class WarpPipelineSm80 {
  public:
   // Starts the fetch of the first tiles of this warp's piece.
   CUTE_DEVICE WarpPipelineSm80(Params const& params, Ring const& ring, TileRange piece)
-      : params_(params), ring_(ring), lane_(threadIdx.x % 32), policy_(ptx::evict_first_policy()), piece_(piece), next_(piece.begin),
+      : params_(params),
+        ring_(ring),
+        lane_(threadIdx.x % 32),
+        policy_(ptx::evict_first_policy()),
+        piece_(piece),
+        next_(piece.begin),
         dense_(params) {
     load_row_offsets();
     for (int i = 0; i < params.stages.count - 1; ++i) fetch();
@@ -90,9 +95,10 @@ class WarpPipelineSm80 {
 
   CUTE_DEVICE void fetch_token_order(uint8_t* order) {
     if (lane_ < kOrderBytes / kCopyBytes)
-      ptx::cp_async_16(cast_smem_ptr_to_uint(order) + lane_ * kCopyBytes,
-                       params_.sparse.token_order + storage_tile(params_.work, next_) * kOrderBytes + lane_ * kCopyBytes,
-                       kCopyBytes);
+      ptx::cp_async_16(
+          cast_smem_ptr_to_uint(order) + lane_ * kCopyBytes,
+          params_.sparse.token_order + storage_tile(params_.work, next_) * kOrderBytes + lane_ * kCopyBytes,
+          kCopyBytes);
   }
 
   CUTE_DEVICE void fetch_dense(uint8_t* rows) {
@@ -105,7 +111,8 @@ class WarpPipelineSm80 {
     for (int i = lane_; i < dense_.rows() << log_copies; i += 32) {
       int row = i >> log_copies, offset = (i & ((1 << log_copies) - 1)) * kCopyBytes;
       int valid = max(0, min(kCopyBytes, valid_bytes - offset));
-      ptx::cp_async_16(cast_smem_ptr_to_uint(rows + row * row_bytes + offset), dense_.row(row) + (valid ? offset : 0), valid);
+      ptx::cp_async_16(cast_smem_ptr_to_uint(rows + row * row_bytes + offset), dense_.row(row) + (valid ? offset : 0),
+                       valid);
     }
   }
 };

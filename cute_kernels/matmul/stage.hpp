@@ -10,7 +10,9 @@ inline constexpr int kMinStages = 2, kMaxStages = 3;  // of a warp
 inline constexpr int kOrderBytes = format::kTileTokens;
 
 // One row of p: 64 tokens and 16 bytes, so that rows start in different banks.
-CUTE_HOST_DEVICE constexpr int dense_row_bytes(format::DType dtype) { return format::kTileTokens * dtype_bytes(dtype) + 16; }
+CUTE_HOST_DEVICE constexpr int dense_row_bytes(format::DType dtype) {
+  return format::kTileTokens * dtype_bytes(dtype) + 16;
+}
 
 struct Stage {
   uint8_t* block;
@@ -26,7 +28,9 @@ struct Ring {
   int stage_bytes, block_bytes;
 
   CUTE_DEVICE Ring(Stages const& stages, uint8_t* shared, int warp)
-      : data(shared + warp * stages.count * stages.stage_bytes), stage_bytes(stages.stage_bytes), block_bytes(stages.block_bytes) {}
+      : data(shared + warp * stages.count * stages.stage_bytes),
+        stage_bytes(stages.stage_bytes),
+        block_bytes(stages.block_bytes) {}
   CUTE_DEVICE Stage operator[](int index) const { return {data + index * stage_bytes, block_bytes}; }
 };
 

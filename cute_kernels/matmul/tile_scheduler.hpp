@@ -1,5 +1,5 @@
-// Striped partition: all tiles in one line, cut into equal pieces of consecutive tiles, one a warp. No shape leaves SMs or
-// warps idle, and warps need not wait for one another. combine.hpp puts together what several pieces share.
+// Striped partition: all tiles in one line, cut into equal pieces of consecutive tiles, one a warp. No shape leaves SMs
+// or warps idle, and warps need not wait for one another. combine.hpp puts together what several pieces share.
 #pragma once
 
 #include "cute_kernels/matmul/params.hpp"
@@ -12,7 +12,8 @@ struct TileRange {
 
 // Pieces differ by one tile at most, the longer ones spread evenly. spare_tiles < pieces < 2^15, so the product fits.
 CUTE_HOST_DEVICE int piece_begin(Work const& work, int piece) {
-  return piece * work.tiles_per_piece + static_cast<int>(uint32_t(piece) * uint32_t(work.spare_tiles) / uint32_t(work.pieces));
+  return piece * work.tiles_per_piece +
+         static_cast<int>(uint32_t(piece) * uint32_t(work.spare_tiles) / uint32_t(work.pieces));
 }
 
 CUTE_HOST_DEVICE TileRange piece_tiles(Work const& work, int piece) {

@@ -42,8 +42,8 @@ struct Traits {
   static constexpr int kSteps = format::bitmap_rows(kHeadDim) / 2;
   static constexpr int kChannelBlocks = kHeadDim / 16;
 
-  // Accumulators and B fragments are what grows. The rest, A fragments, addresses and words, was read off the compiler's
-  // reports: the smallest with which nothing spills.
+  // Accumulators and B fragments are what grows. The rest, A fragments, addresses and words, was read off the
+  // compiler's reports: the smallest with which nothing spills.
   static constexpr int kAccumulators = kM * kN / 32;
   static constexpr int kOperandB = kN * kK / 64;
   static constexpr int kRegisters = kAccumulators + kOperandB + (kIsKey ? 64 : kN == 8 ? 84 : 90);
