@@ -68,8 +68,10 @@ def nonzeros(x: torch.Tensor) -> int:
 def element_position(role: str, padded: int, lane: int, element: int) -> tuple[int, int]:
     """(token position, channel position) of a lane's element."""
     fragment, block = element % 8, element // 8
-    blocks_of_channels = padded // 16
-    token, channel = 16 * (block // blocks_of_channels), 16 * (block % blocks_of_channels)
+    if role == "key":
+        token, channel = 16 * (block // (padded // 16)), 16 * (block % (padded // 16))
+    else:
+        token, channel = 16 * (block % 4), 16 * (block // 4)
     row = lane // 4 + 8 * (fragment // 2 % 2)
     column = 2 * (lane % 4) + fragment % 2 + 8 * (fragment // 4)
     return (token + row, channel + column) if role == "key" else (token + column, channel + row)

@@ -315,7 +315,7 @@ DAMAGE = {
     "smaller head dim": ("blocks", metadata(shape=[2, 2, 150, 72])),
     "larger head dim": ("channel_order", metadata(shape=[2, 2, 150, 136])),
     "another batch": (None, metadata(shape=[3, 2, 150, 80])),
-    "another version": ("version", metadata(version=2)),
+    "another version": ("version", metadata(version=1)),
     "another format": ("format", metadata(format="something else")),
     "foreign metadata": ("metadata", metadata(extra=1)),
     "missing metadata": ("metadata", lambda s: s["metadata"].pop("shape")),

@@ -8,6 +8,7 @@ namespace cute_kernels::cpu {
 
 inline constexpr int kTokensOfTile = 64;
 inline constexpr int kVectorPadding = 32;  // values that a vector load may read beyond the end of a stream
+inline constexpr int kSumWidth = 8;        // parts of two sums, of the even and the odd entries of a vector
 
 enum class Number : int { kFloat16 = 0, kBFloat16 = 1, kFloat32 = 2 };  // as format::DType
 
@@ -25,7 +26,7 @@ struct PairedTile {
   int stride;
 };
 
-// p in the order in which the kernels use it: by pattern slot, see multiply_values.
+// One row of p over the tokens of a tile.
 struct WeightRow {
   const void* data;
   Number dtype;
@@ -34,9 +35,9 @@ struct WeightRow {
 };
 
 // The products of bf16 by pairs of entries, one of each stream: both share the token (keys: two channels) or the
-// channel (values: two tokens). The entries of a block of 32 come in the order of pair_slot_entry. The hardware flushes
-// subnormals, so these serve only tiles and operands with none of them near, see kMinPairMagnitude; others take the
-// float kernels.
+// channel (values: two tokens). The entries of a block of 32, two bitmap words, come in the order of pair_slot_entry.
+// The hardware flushes subnormals, so these serve only tiles and operands with none of them near, see
+// kMinPairMagnitude; others take the float kernels.
 struct PairKernels {
   // False: the tile holds Inf, NaN or nonzeros below kMinPairMagnitude, and is not unpacked.
   bool (*unpack)(const uint32_t* block, int bitmap_rows, int value_rows, const PairedTile& tile);
@@ -44,18 +45,20 @@ struct PairKernels {
   // panel (rows, [column][slot]): q of stream 0 in the low half, of stream 1 in the high half. sums as in Kernels.
   void (*multiply_keys)(const PairedTile& tile, int head_dim, const uint32_t* panel, int rows, float* sums);
 
-  // One row of p as patterns [part][c][column][4] of pairs; parts = 2: every weight is the sum of two bf16.
-  // position: [c][column][4][stream] -> token_position. False: the weights are too small for pairs.
-  bool (*make_patterns)(const WeightRow& p, const uint8_t* position, int parts, uint32_t* patterns);
+  // One row of p as a panel [part][column][16] of pairs; parts = 2: every weight is the sum of two bf16. Both words of
+  // a block take the same weights, so 16 of its 32 slots do, those of pair_value_slot. position: [column][16][stream]
+  // -> token_position. False: the weights are too small for pairs.
+  bool (*make_weights)(const WeightRow& p, const uint8_t* position, int parts, uint32_t* panel);
 
-  // patterns (rows, parts, ...). sums (rows, [row][slot]): added to.
-  void (*multiply_values)(const PairedTile& tile, int head_dim, const uint32_t* patterns, int parts, int rows,
+  // panel (rows, parts, ...). sums (rows, [row][c][kSumWidth]) as in Kernels.
+  void (*multiply_values)(const PairedTile& tile, int head_dim, const uint32_t* panel, int parts, int rows,
                           float* sums);
 };
 
 inline constexpr int kPairBlock = 32;
 // Slot -> entry within a block of 32: unpacking 16-bit vectors takes 4 entries out of every 8.
 constexpr int pair_slot_entry(int slot) { return slot / 16 * 4 + slot % 16 / 4 * 8 + slot % 4; }
+constexpr int pair_value_slot(int i) { return i / 8 * 16 + i % 8; }  // 16 slots that cover the entries of one word
 inline constexpr uint16_t kMinPairMagnitude = (127 - 50) << 7;  // 2^-50 as bf16: sums of products stay far above 2^-126
 
 struct Kernels {
@@ -69,11 +72,11 @@ struct Kernels {
   // One row of sums, scaled, in the order of tokens. sum_of_token: token within the tile -> sum.
   void (*store_logits)(const float* sums, const uint8_t* sum_of_token, float scale, int valid, Number dtype, void* out);
 
-  // One row of p as patterns [c][column][stream][4]; position: the same order -> token_position.
-  void (*make_patterns)(const WeightRow& p, const uint8_t* position, float* patterns);
+  // One row of p as a panel [column][stream][16]; position: the same order -> token_position.
+  void (*make_weights)(const WeightRow& p, const uint8_t* position, float* panel);
 
-  // patterns (rows, [c][column][stream][4]): p by token of the entry. sums (rows, [row][entries]): added to.
-  void (*multiply_values)(const UnpackedTile& tile, int head_dim, const float* patterns, int rows, float* sums);
+  // panel (rows, [column][stream][16]): p by token of the entry. sums (rows, [row][c][kSumWidth]): added to.
+  void (*multiply_values)(const UnpackedTile& tile, int head_dim, const float* panel, int rows, float* sums);
 
   // One token: sets mask (padded_head_dim / 32 words), adds the kept to counts if any, writes pruned if any.
   void (*select_row)(const uint16_t* x, int head_dim, int padded_head_dim, bool bfloat16, int keep, uint32_t* mask,

@@ -20,12 +20,12 @@ std::vector<uint16_t> make_element_table() {
 
 ProductLayout make_product_layout(Role role, int head_dim) {
   const std::vector<uint16_t>& table = element_table(role, head_dim);
-  const int elements = format::lane_elements(head_dim), entries = elements / kStreams / kTokenBlocks;
   const bool is_key = role == Role::kKey;
-  ProductLayout layout;
-  layout.entries = entries;
-  layout.token.resize(is_key ? kLaneRows * kTokenBlocks * 2 : kTokenBlocks * kLaneColumns * kStreams * 4);
-  layout.channel.resize((is_key ? kLaneColumns * kStreams : kLaneRows) * entries);
+  const int blocks = (is_key ? format::kTileTokens : head_dim) / 16;
+  const int elements = format::lane_elements(head_dim), entries = elements / kStreams / blocks;
+  ProductLayout layout{blocks, entries, {}, {}};
+  layout.sum_position.resize(kLaneRows * blocks * 2);
+  layout.operand_position.resize(kLaneColumns * kStreams * entries);
 
   auto visit = [&](auto&& f) {
     for (int lane = 0; lane < format::kLanes; ++lane)
@@ -33,10 +33,9 @@ ProductLayout make_product_layout(Role role, int head_dim) {
         int row = lane / kLaneColumns, column = lane % kLaneColumns;
         int s = format::Codec16::stream(e), k = e / kStreams % entries, c = e / kStreams / entries;
         int position = table[lane * elements + e];
-        uint8_t& token = is_key ? layout.token[(row * kTokenBlocks + c) * 2 + k % 2]
-                                : layout.token[((c * kLaneColumns + column) * kStreams + s) * 4 + k % 4];
-        uint8_t& channel = layout.channel[is_key ? (column * kStreams + s) * entries + k : row * entries + k];
-        f(token, channel, position);
+        uint8_t& sum = layout.sum_position[(row * blocks + c) * 2 + k % 2];
+        uint8_t& operand = layout.operand_position[(column * kStreams + s) * entries + k];
+        f(is_key ? sum : operand, is_key ? operand : sum, position);
       }
   };
   visit([&](uint8_t& token, uint8_t& channel, int position) {

@@ -12,21 +12,19 @@ namespace cute_kernels::cpu {
 inline constexpr int kLaneColumns = 4;
 inline constexpr int kLaneRows = format::kLanes / kLaneColumns;
 inline constexpr int kStreams = format::Codec16::kStreams;
-inline constexpr int kTokenBlocks = format::kTileTokens / 16;
 
 // position[lane * lane_elements + e] = token_position * padded_head_dim + channel_position.
 const std::vector<uint16_t>& element_table(format::Role role, int padded_head_dim);
 
-// Element e of a lane is entry k of its stream s in block c of 16 tokens: e = kStreams * (c * entries + k) + s. There
-// are padded_head_dim / 4 entries, and its position factors into what the lane's row and what the lane's column decide:
-//   key    token of (row, c, k), channel of (column, s, k)
-//   value  channel of (row, k), token of (column, s, c, k)
-// where the token of an entry k depends on k % 2 (key) or k % 4 (value) only. The vectors of a product run over k.
+// The rows of A come in blocks of 16: 4 blocks of tokens for keys, padded_head_dim / 16 of channels for values. Element
+// e of a lane is entry k of its stream s in block c: e = kStreams * (c * entries + k) + s. For keys there are
+// padded_head_dim / 4 entries, for values 16, one bitmap word. The element's row of A depends on the lane's row, c and
+// k % 2, its column of A on the lane's column, s and k. A product sums over the columns of A, so its vectors run over
+// k, and every other entry of a vector belongs to the same sum.
 struct ProductLayout {
-  int entries;
-  // Positions that the entries of a group of 4 share with those of every other group.
-  std::vector<uint8_t> token;    // key: [row][c][2]; value: [c][column][s][4]
-  std::vector<uint8_t> channel;  // key: [column][s][entries]; value: [row][entries]
+  int blocks, entries;
+  std::vector<uint8_t> sum_position;      // [row][c][2] -> token position of keys, channel position of values
+  std::vector<uint8_t> operand_position;  // [column][s][entries] -> channel position of keys, token position of values
 };
 
 const ProductLayout& product_layout(format::Role role, int padded_head_dim);

@@ -49,12 +49,12 @@ void widen_weights(const WeightRow& p, float* by_token) {
 }
 
 template <class Simd>
-void make_patterns(const WeightRow& p, const uint8_t* position, float* patterns) {
+void make_weights(const WeightRow& p, const uint8_t* position, float* panel) {
   alignas(64) float by_token[kTokensOfTile], weights[kTokensOfTile];
   widen_weights<Simd>(p, by_token);
   Simd::permute64(by_token, p.token_order, weights);
-  Simd::permute64(weights, position, patterns);
-  Simd::permute64(weights, position + kTokensOfTile, patterns + kTokensOfTile);
+  Simd::permute64(weights, position, panel);  // every weight twice
+  Simd::permute64(weights, position + kTokensOfTile, panel + kTokensOfTile);
 }
 
 }  // namespace

@@ -19,7 +19,7 @@ using Words = Avx512::Words;
 using Float = Avx512::Float;
 
 constexpr int kTileSums = kTileRows * kTileBlocks * 2;
-constexpr int kPatternPart = kTileBlocks * kTileColumns * 4;
+constexpr int kWeightPart = kTileColumns * 16;
 
 // The magnitudes as 16-bit integers: none between 0 and kMinPairMagnitude, none from infinity up.
 class MagnitudeCheck {
@@ -116,8 +116,8 @@ class PairReader {
 };
 
 inline __m512bh load_pairs(const uint32_t* p) { return (__m512bh)_mm512_loadu_si512(p); }
-inline __m512bh repeat4_pairs(const uint32_t* p) {
-  return (__m512bh)_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+inline __m512bh repeat8_pairs(const uint32_t* p) {
+  return (__m512bh)_mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
 
 // kTogether blocks of tokens are interleaved: products into one sum come one after the other only with the latency of a
@@ -151,45 +151,42 @@ void multiply_keys(const PairedTile& tile, const uint32_t* panel, float* sums) {
   }
 }
 
-// Blocks of tokens take turns at kSets sets of sums, for the same reason.
+// As above, with pairs of blocks of 16 channels in the place of blocks of tokens, C of them at a time.
 template <int HeadDim, int N, int Parts>
-void multiply_values(const PairedTile& tile, const uint32_t* patterns, float* sums) {
-  constexpr int kSlots = HeadDim / 4, kBlocks = kSlots / kPairBlock, kSums = kTileRows * kSlots;
-  constexpr int kFit = Avx512::kAccumulators / (2 * kBlocks * N), kSets = kFit < 1 ? 1 : kFit > 4 ? 4 : kFit;
-  constexpr int kTogether = 2;
+void multiply_values(const PairedTile& tile, const uint32_t* panel, float* sums) {
+  constexpr int kPairs = HeadDim / 32, kSums = kTileRows * HeadDim / 16 * kSumWidth;
+  constexpr int kFit = Avx512::kAccumulators / N, C = kFit < kPairs ? kFit : kPairs;
+  constexpr int kTogether = 4;
+  static_assert(C % kTogether == 0 && kPairs % C == 0);
   for (int row = 0; row < kTileRows; ++row) {
-    Float sum[kSets][N][2 * kBlocks];
-    float* out = sums + row * kSlots;
-    for (int n = 0; n < N; ++n)
-      for (int i = 0; i < 2 * kBlocks; ++i) {
-        sum[0][n][i] = _mm512_loadu_ps(out + n * kSums + 16 * i);
-        for (int set = 1; set < kSets; ++set) sum[set][n][i] = _mm512_setzero_ps();
-      }
-    for (int column = 0; column < kTileColumns; ++column) {
-      PairReader reader(tile, row * kTileColumns + column);
+    PairReader readers[kTileColumns] = {{tile, row * kTileColumns},
+                                        {tile, row * kTileColumns + 1},
+                                        {tile, row * kTileColumns + 2},
+                                        {tile, row * kTileColumns + 3}};
+    for (int c0 = 0; c0 < kPairs; c0 += C) {
+      float* out = sums + (row * kPairs + c0) * 16;
+      Float sum[N][C];
+      for (int n = 0; n < N; ++n)
+        for (int c = 0; c < C; ++c) sum[n][c] = _mm512_loadu_ps(out + n * kSums + 16 * c);
+      for (int column = 0; column < kTileColumns; ++column) {
+        PairReader& reader = readers[column];
+        const uint32_t* p = panel + column * 16;
 #pragma GCC unroll 4
-      for (int c = 0; c < kTileBlocks; c += kTogether) {
-        Pairs v[kTogether][kBlocks];
-        for (int i = 0; i < kTogether; ++i)
-          for (int w = 0; w < kBlocks; ++w) v[i][w] = reader.next();
-        for (int part = 0; part < Parts; ++part)
-          for (int n = 0; n < N; ++n)
-            for (int i = 0; i < kTogether; ++i) {
-              Float(&s)[N][2 * kBlocks] = sum[(c + i) % kSets];
-              __m512bh p =
-                  repeat4_pairs(patterns + (n * Parts + part) * kPatternPart + ((c + i) * kTileColumns + column) * 4);
-              for (int w = 0; w < kBlocks; ++w) {
-                s[n][2 * w] = _mm512_dpbf16_ps(s[n][2 * w], v[i][w].low, p);
-                s[n][2 * w + 1] = _mm512_dpbf16_ps(s[n][2 * w + 1], v[i][w].high, p);
+        for (int c = 0; c < C; c += kTogether) {
+          Pairs v[kTogether];
+          for (int i = 0; i < kTogether; ++i) v[i] = reader.next();
+          for (int half = 0; half < 2; ++half)
+            for (int part = 0; part < Parts; ++part)
+              for (int n = 0; n < N; ++n) {
+                __m512bh p_pairs = repeat8_pairs(p + (n * Parts + part) * kWeightPart + half * 8);
+                for (int i = 0; i < kTogether; ++i)
+                  sum[n][c + i] = _mm512_dpbf16_ps(sum[n][c + i], half ? v[i].high : v[i].low, p_pairs);
               }
-            }
+        }
       }
+      for (int n = 0; n < N; ++n)
+        for (int c = 0; c < C; ++c) _mm512_storeu_ps(out + n * kSums + 16 * c, sum[n][c]);
     }
-    for (int n = 0; n < N; ++n)
-      for (int i = 0; i < 2 * kBlocks; ++i) {
-        for (int set = 1; set < kSets; ++set) sum[0][n][i] = _mm512_add_ps(sum[0][n][i], sum[set][n][i]);
-        _mm512_storeu_ps(out + n * kSums + 16 * i, sum[0][n][i]);
-      }
   }
 }
 
@@ -201,10 +198,10 @@ void multiply_keys_rows(const PairedTile& tile, const uint32_t* panel, int rows,
 }
 
 template <int HeadDim, int Parts>
-void multiply_values_rows(const PairedTile& tile, const uint32_t* patterns, int rows, float* sums) {
+void multiply_values_rows(const PairedTile& tile, const uint32_t* panel, int rows, float* sums) {
   for_row_blocks<kMaxRows>(rows, [&](int row, auto n) {
-    multiply_values<HeadDim, decltype(n)::value, Parts>(tile, patterns + row * Parts * kPatternPart,
-                                                        sums + row * kTileRows * HeadDim / 4);
+    multiply_values<HeadDim, decltype(n)::value, Parts>(tile, panel + row * Parts * kWeightPart,
+                                                        sums + row * kTileRows * HeadDim / 16 * kSumWidth);
   });
 }
 
@@ -212,11 +209,11 @@ void multiply_keys_any(const PairedTile& tile, int head_dim, const uint32_t* pan
   (head_dim == 128 ? multiply_keys_rows<128> : multiply_keys_rows<256>)(tile, panel, rows, sums);
 }
 
-void multiply_values_any(const PairedTile& tile, int head_dim, const uint32_t* patterns, int parts, int rows,
+void multiply_values_any(const PairedTile& tile, int head_dim, const uint32_t* panel, int parts, int rows,
                          float* sums) {
   auto one = head_dim == 128 ? multiply_values_rows<128, 1> : multiply_values_rows<256, 1>;
   auto two = head_dim == 128 ? multiply_values_rows<128, 2> : multiply_values_rows<256, 2>;
-  (parts == 1 ? one : two)(tile, patterns, rows, sums);
+  (parts == 1 ? one : two)(tile, panel, rows, sums);
 }
 
 // out[i] = in[index[i]] for 64 16-bit values.
@@ -231,7 +228,7 @@ struct Halves64 {
   }
 };
 
-bool make_pair_patterns(const WeightRow& p, const uint8_t* position, int parts, uint32_t* patterns) {
+bool make_pair_weights(const WeightRow& p, const uint8_t* position, int parts, uint32_t* panel) {
   alignas(64)
       uint16_t split[2][kTokensOfTile] = {};  // by token: the upper 16 bits of a weight, and those of what is left
   if (p.dtype == Number::kBFloat16) {
@@ -257,10 +254,10 @@ bool make_pair_patterns(const WeightRow& p, const uint8_t* position, int parts, 
   for (int part = 0; part < parts; ++part) {
     Halves64 by_token = {_mm512_load_si512(split[part]), _mm512_load_si512(split[part] + 32)};
     Halves64 by_position = by_token.permuted(p.token_order);
-    for (int i = 0; i < kPatternPart; i += kPairBlock) {
+    for (int i = 0; i < kWeightPart; i += 32) {
       Halves64 pairs = by_position.permuted(position + i * kTileStreams);
-      _mm512_storeu_si512(patterns + part * kPatternPart + i, pairs.low);
-      _mm512_storeu_si512(patterns + part * kPatternPart + i + 16, pairs.high);
+      _mm512_storeu_si512(panel + part * kWeightPart + i, pairs.low);
+      _mm512_storeu_si512(panel + part * kWeightPart + i + 16, pairs.high);
     }
     if (part == 0) most = _mm512_max_epu16(_mm512_slli_epi16(by_token.low, 1), _mm512_slli_epi16(by_token.high, 1));
   }
@@ -271,7 +268,7 @@ bool make_pair_patterns(const WeightRow& p, const uint8_t* position, int parts, 
 }  // namespace
 
 const PairKernels* avx512_bf16_pair_kernels() {
-  static constexpr PairKernels made = {unpack, multiply_keys_any, make_pair_patterns, multiply_values_any};
+  static constexpr PairKernels made = {unpack, multiply_keys_any, make_pair_weights, multiply_values_any};
   return &made;
 }
 

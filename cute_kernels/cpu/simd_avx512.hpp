@@ -18,8 +18,11 @@ struct Avx512 {
   static Float zero() { return _mm512_setzero_ps(); }
   static Float load(const float* p) { return _mm512_loadu_ps(p); }
   static void store(float* p, Float v) { _mm512_storeu_ps(p, v); }
+  static Float load8(const float* p) { return _mm512_zextps256_ps512(_mm256_loadu_ps(p)); }
+  static void store8(float* p, Float v) {
+    _mm256_storeu_ps(p, _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1)));
+  }
   static Float multiply_add(Float a, Float b, Float c) { return _mm512_fmadd_ps(a, b, c); }
-  static Float repeat4(const float* p) { return _mm512_broadcast_f32x4(_mm_loadu_ps(p)); }
   static Float expand(const float* p, uint32_t mask) {
     Float v = _mm512_loadu_ps(p);
 #if defined(__GNUC__)
@@ -28,7 +31,12 @@ struct Avx512 {
 #endif
     return _mm512_maskz_expand_ps(static_cast<__mmask16>(mask), v);
   }
-  static int count(uint32_t mask) { return _mm_popcnt_u32(mask); }
+  static int count(uint32_t mask) {
+#if defined(__GNUC__)
+    asm("" : "+r"(mask));  // count 32 bits: a 16-bit popcnt waits for the register it writes
+#endif
+    return _mm_popcnt_u32(mask);
+  }
   static void fold(const Float (&v)[4], float* out) {
     auto halves = [](Float a, Float b) {  // a folded to 2 quarters, b folded to 2 quarters
       return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));

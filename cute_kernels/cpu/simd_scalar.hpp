@@ -27,15 +27,12 @@ struct Scalar {
     return v;
   }
   static void store(float* p, Float v) { std::memcpy(p, v.at, sizeof v.at); }
+  // A vector that folds to these 8, entry i of the vector to i % 8.
+  static Float load8(const float* p) { return load(p); }
+  static void store8(float* p, Float v) { store(p, v); }
   static Float multiply_add(Float a, Float b, Float c) {
     for (int i = 0; i < kWidth; ++i) c.at[i] += a.at[i] * b.at[i];
     return c;
-  }
-  // p[0..3] again and again.
-  static Float repeat4(const float* p) {
-    Float v;
-    for (int i = 0; i < kWidth; ++i) v.at[i] = p[i % 4];
-    return v;
   }
   // The next of p wherever the mask has a bit, 0 elsewhere.
   static Float expand(const float* p, uint32_t mask) {

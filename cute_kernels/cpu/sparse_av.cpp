@@ -23,51 +23,43 @@ class PieceProduct {
         p_(p),
         query_(query),
         layout_(product_layout(Role::kValue, view.padded_head_dim)),
-        slots_(static_cast<int>(layout_.token.size())),
-        entries_(static_cast<int>(layout_.channel.size())),
+        panel_size_(static_cast<int>(layout_.operand_position.size())),
         parts_(p.dtype == DType::kBFloat16 ? 1 : 2),
         scratch_(view),
-        patterns_(rows_at_most * slots_),
-        pair_patterns_(pairs_ ? rows_at_most * parts_ * slots_ / kStreams : 0),
-        float_sums_(pairs_ ? rows_at_most * entries_ : 0) {
-    for (int i = 0; i < slots_ / kStreams; ++i)
-      for (int s = 0; s < kStreams; ++s) pair_token_.push_back(layout_.token[(i / 4 * kStreams + s) * 4 + i % 4]);
+        panel_(rows_at_most * panel_size_),
+        pair_panel_(pairs_ ? rows_at_most * parts_ * panel_size_ / kStreams : 0),
+        sums_(rows_at_most * row_sums()),
+        pair_sums_(pairs_ ? rows_at_most * row_sums() : 0) {
+    for (int i = 0; i < panel_size_ / kStreams; ++i)
+      for (int s = 0; s < kStreams; ++s) {
+        const int column = i / layout_.entries, entry = pair_slot_entry(pair_value_slot(i % layout_.entries));
+        pair_position_.push_back(layout_.operand_position[(column * kStreams + s) * layout_.entries + entry]);
+      }
   }
 
-  // sums (rows, entries of a tile), in the order of `entry`: overwritten.
-  void run(int64_t head, int64_t first_row, int rows, int64_t first_tile, int64_t last_tile, float* sums) {
+  // out (rows, padded_head_dim), by channel: overwritten.
+  void run(int64_t head, int64_t first_row, int rows, int64_t first_tile, int64_t last_tile, float* out) {
     head_ = head, first_row_ = first_row, rows_ = rows;
-    bool any_floats = false;
-    std::fill_n(sums, rows * entries_, 0.f);
+    bool any_floats = false, any_pairs = false;
     for (int64_t tile = first_tile; tile < last_tile; ++tile) {
       PairedTile paired;
       const int64_t tile_index = head * view_.tiles_per_head() + tile;
-      if (pairs_ && make_pair_patterns(tile) && scratch_.unpack_pairs(*pairs_, view_, tile_index, paired)) {
-        pairs_->multiply_values(paired, view_.padded_head_dim, pair_patterns_.data(), parts_, rows, sums);
+      if (pairs_ && load_pair_panel(tile) && scratch_.unpack_pairs(*pairs_, view_, tile_index, paired)) {
+        if (!any_pairs) std::fill_n(pair_sums_.data(), rows * row_sums(), 0.f);
+        any_pairs = true;
+        pairs_->multiply_values(paired, view_.padded_head_dim, pair_panel_.data(), parts_, rows, pair_sums_.data());
         continue;
       }
       for (int n = 0; n < rows; ++n)
-        isa_.make_patterns(weights(tile, n), layout_.token.data(), patterns_.data() + n * slots_);
+        isa_.make_weights(weights(tile, n), layout_.operand_position.data(), panel_.data() + n * panel_size_);
       const UnpackedTile unpacked = scratch_.unpack(isa_, view_, tile_index);
-      if (pairs_ && !any_floats) std::fill_n(float_sums_.data(), rows * entries_, 0.f);
+      if (!any_floats) std::fill_n(sums_.data(), rows * row_sums(), 0.f);
       any_floats = true;
-      isa_.multiply_values(unpacked, view_.padded_head_dim, patterns_.data(), rows, pairs_ ? float_sums_.data() : sums);
+      isa_.multiply_values(unpacked, view_.padded_head_dim, panel_.data(), rows, sums_.data());
     }
-    if (pairs_ && any_floats)
-      for (int n = 0; n < rows; ++n)
-        for (int i = 0; i < entries_; ++i) sums[n * entries_ + i] += float_sums_[n * entries_ + entry(i)];
-  }
-
-  // The sums of a head by channel: each channel is the sum of the entries that hold it. out (rows, padded_head_dim).
-  void collect(int64_t head, int rows, const float* sums, float* out) const {
-    const uint8_t* channel_order = view_.channel_order + head * view_.padded_head_dim;
     std::fill_n(out, int64_t{rows} * view_.padded_head_dim, 0.f);
-    for (int n = 0; n < rows; ++n, sums += entries_, out += view_.padded_head_dim)
-      for (int i = 0; i < entries_; ++i) out[channel_order[layout_.channel[entry(i)]]] += sums[i];
-  }
-
-  static int64_t sums_size(const SparseView& view, int64_t rows) {
-    return rows * static_cast<int64_t>(product_layout(Role::kValue, view.padded_head_dim).channel.size());
+    if (any_floats) add_by_channel(sums_.data(), out);
+    if (any_pairs) add_by_channel(pair_sums_.data(), out);
   }
 
  private:
@@ -78,16 +70,28 @@ class PieceProduct {
             view_.token_order + (head_ * view_.tiles_per_head() + tile) * kTileTokens};
   }
 
-  bool make_pair_patterns(int64_t tile) {
-    const int row_size = parts_ * slots_ / kStreams;
+  bool load_pair_panel(int64_t tile) {
+    const int row_size = parts_ * panel_size_ / kStreams;
     for (int n = 0; n < rows_; ++n)
-      if (!pairs_->make_patterns(weights(tile, n), pair_token_.data(), parts_, pair_patterns_.data() + n * row_size))
+      if (!pairs_->make_weights(weights(tile, n), pair_position_.data(), parts_, pair_panel_.data() + n * row_size))
         return false;
     return true;
   }
 
-  // Place in the sums -> [row][entry].
-  int entry(int i) const { return pairs_ ? i / kPairBlock * kPairBlock + pair_slot_entry(i % kPairBlock) : i; }
+  int64_t row_sums() const { return int64_t{kLaneRows} * layout_.blocks * kSumWidth; }
+
+  // sums (rows, [row][c][kSumWidth]).
+  void add_by_channel(const float* sums, float* out) const {
+    const uint8_t* channel_order = view_.channel_order + head_ * view_.padded_head_dim;
+    for (int n = 0; n < rows_; ++n, out += view_.padded_head_dim)
+      for (int i = 0; i < kLaneRows * layout_.blocks; ++i, sums += kSumWidth) {
+        float four[4] = {};
+        for (int j = 0; j < kSumWidth; j += 4)
+          for (int k = 0; k < 4; ++k) four[k] += sums[j + k];
+        for (int odd = 0; odd < 2; ++odd)
+          out[channel_order[layout_.sum_position[2 * i + odd]]] += four[odd] + four[odd + 2];
+      }
+  }
 
   const Kernels& isa_;
   const PairKernels* pairs_;
@@ -95,12 +99,12 @@ class PieceProduct {
   const DenseOperand& p_;
   const QueryRows& query_;
   const ProductLayout& layout_;
-  int slots_, entries_, parts_;
+  int panel_size_, parts_;  // panel_size_: of a row
   TileScratch scratch_;
-  AlignedArray<float> patterns_;
-  AlignedArray<uint32_t> pair_patterns_;
-  AlignedArray<float> float_sums_;  // of tiles that are none for pairs
-  std::vector<uint8_t> pair_token_;  // [c][column][4][stream] -> token_position
+  AlignedArray<float> panel_;
+  AlignedArray<uint32_t> pair_panel_;
+  AlignedArray<float> sums_, pair_sums_;  // each of the tiles that it serves
+  std::vector<uint8_t> pair_position_;    // [column][16][stream] -> token position
   int64_t head_ = 0, first_row_ = 0;
   int rows_ = 0;
 };
@@ -124,43 +128,40 @@ void sparse_av(const SparseView& view, const DenseOperand& p, uint16_t* out, int
       std::max(kMinTilesPerPiece, ceil_div(tiles, std::max<int64_t>(1, kTargetTasks / segments)));
   const int64_t pieces = std::max<int64_t>(1, ceil_div(tiles, tiles_per_piece));
   const int64_t rows_at_most = std::min<int64_t>(query.per_head, kRowsPerTask);
-  const int64_t sums_size = PieceProduct::sums_size(view, rows_at_most);
-  AlignedArray<float> partials(pieces > 1 ? segments * pieces * sums_size : 0);  // (segments, pieces, rows, entries)
+  const int64_t out_size = rows_at_most * padded;
+  AlignedArray<float> partials(pieces > 1 ? segments * pieces * out_size : 0);  // (segments, pieces, rows, padded)
 
   auto rows_of = [&](int64_t segment) {
     return static_cast<int>(std::min<int64_t>(kRowsPerTask, query.per_head - segment % query.blocks * kRowsPerTask));
   };
-  auto store = [&](const PieceProduct& product, int64_t segment, const float* sums, float* by_channel) {
+  auto store = [&](int64_t segment, const float* by_channel) {
     const int64_t head = segment / query.blocks, row = head * query.per_head + segment % query.blocks * kRowsPerTask;
-    product.collect(head, rows_of(segment), sums, by_channel);
     for (int n = 0; n < rows_of(segment); ++n)
       store_row(by_channel + n * padded, view.head_dim, view.dtype, out + (row + n) * view.head_dim);
   };
 
   parallel(threads, segments * pieces, [&](TaskQueue& queue) {
     PieceProduct product(isa, view, p, query, rows_at_most);
-    AlignedArray<float> whole(pieces > 1 ? 0 : sums_size), by_channel(pieces > 1 ? 0 : rows_at_most * padded);
+    AlignedArray<float> whole(pieces > 1 ? 0 : out_size);
     for (int64_t task; (task = queue.next()) >= 0;) {
       const int64_t piece = task % pieces, segment = task / pieces;
-      float* sums = pieces > 1 ? partials.data() + task * sums_size : whole.data();
+      float* by_channel = pieces > 1 ? partials.data() + task * out_size : whole.data();
       product.run(segment / query.blocks, segment % query.blocks * kRowsPerTask, rows_of(segment),
-                  piece * tiles_per_piece, std::min((piece + 1) * tiles_per_piece, tiles), sums);
-      if (pieces == 1) store(product, segment, sums, by_channel.data());
+                  piece * tiles_per_piece, std::min((piece + 1) * tiles_per_piece, tiles), by_channel);
+      if (pieces == 1) store(segment, by_channel);
     }
   });
   if (pieces == 1) return;
 
   // Few numbers: more threads than one are worth starting only for large batches.
-  const int64_t useful = segments * pieces * sums_size / (1 << 19) + 1;
+  const int64_t useful = segments * pieces * out_size / (1 << 19) + 1;
   parallel(static_cast<int>(std::min<int64_t>(threads, useful)), segments, [&](TaskQueue& queue) {
-    PieceProduct product(isa, view, p, query, 0);
-    AlignedArray<float> by_channel(rows_at_most * padded);
     for (int64_t segment; (segment = queue.next()) >= 0;) {
-      float* sum = partials.data() + segment * pieces * sums_size;
-      const int64_t size = PieceProduct::sums_size(view, rows_of(segment));
+      float* sum = partials.data() + segment * pieces * out_size;
+      const int64_t size = int64_t{rows_of(segment)} * padded;
       for (int64_t piece = 1; piece < pieces; ++piece)
-        for (int64_t i = 0; i < size; ++i) sum[i] += sum[piece * sums_size + i];
-      store(product, segment, sum, by_channel.data());
+        for (int64_t i = 0; i < size; ++i) sum[i] += sum[piece * out_size + i];
+      store(segment, sum);
     }
   });
 }

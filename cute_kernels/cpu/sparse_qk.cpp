@@ -15,7 +15,7 @@ class QueryPanel {
   QueryPanel(const SparseView& view, int64_t rows, bool want_pairs)
       : view_(view),
         layout_(product_layout(Role::kKey, view.padded_head_dim)),
-        size_(static_cast<int>(layout_.channel.size())),
+        size_(static_cast<int>(layout_.operand_position.size())),
         want_pairs_(want_pairs),
         floats_(rows * size_),
         pairs_(want_pairs ? rows * size_ / kStreams : 0) {}
@@ -28,7 +28,7 @@ class QueryPanel {
       std::copy_n(static_cast<const uint16_t*>(q.data) + row_offset(view_, q, group, head, first_row + n),
                   view_.head_dim, row);
       for (int i = 0; i < size_; ++i) {
-        const uint16_t bits = row[channel_order[layout_.channel[i]]];
+        const uint16_t bits = row[channel_order[layout_.operand_position[i]]];
         floats_[n * size_ + i] = q.dtype == DType::kBFloat16 ? bfloat16_to_float(bits) : half_to_float(bits);
       }
       if (!want_pairs_) continue;
@@ -47,7 +47,7 @@ class QueryPanel {
     for (int column = 0; column < kLaneColumns; ++column)
       for (int slot = 0; slot < slots; ++slot) {
         const int entry = slot / kPairBlock * kPairBlock + pair_slot_entry(slot % kPairBlock);
-        const uint8_t* channel = layout_.channel.data() + column * kStreams * slots + entry;
+        const uint8_t* channel = layout_.operand_position.data() + column * kStreams * slots + entry;
         out[column * slots + slot] = row[channel_order[channel[0]]] | uint32_t{row[channel_order[channel[slots]]]}
                                                                           << 16;
       }
@@ -97,7 +97,8 @@ void sparse_qk(const SparseView& view, const DenseOperand& q, float scale, void*
 
         const uint8_t* token_order = view.token_order + tile_index * kTileTokens;
         uint8_t sum_of_token[kTileTokens];
-        for (int i = 0; i < kTileTokens; ++i) sum_of_token[token_order[layout.token[i]]] = static_cast<uint8_t>(i);
+        for (int i = 0; i < kTileTokens; ++i)
+          sum_of_token[token_order[layout.sum_position[i]]] = static_cast<uint8_t>(i);
         const int valid = static_cast<int>(std::min<int64_t>(kTileTokens, view.tokens - tile * kTileTokens));
         for (int n = 0; n < rows; ++n) {
           const int64_t offset = (head * query.per_head + first_row + n) * view.tokens + tile * kTileTokens;

@@ -59,129 +59,116 @@ inline void expand_word(const float*& next, uint32_t mask, F&& f) {
   }
 }
 
-// N rows of the panel, C blocks of tokens at a time.
-template <class Simd, int HeadDim, int N, int C>
-void multiply_keys(const UnpackedTile& tile, const float* panel, float* sums) {
+// A tile as the products see it: blocks of 16 rows of A, bitmap words of a block.
+template <int HeadDim>
+struct KeyShape {
+  static constexpr bool kIsKey = true;
+  static constexpr int kBlocks = kTileBlocks, kWords = HeadDim / (4 * kMaskEntries);
+};
+template <int HeadDim>
+struct ValueShape {
+  static constexpr bool kIsKey = false;
+  static constexpr int kBlocks = HeadDim / 16, kWords = 1;
+};
+
+// Numbers of a query row in the panel and in the sums.
+template <class Shape>
+constexpr int panel_size() { return kTileColumns * kTileStreams * Shape::kWords * kMaskEntries; }
+template <class Shape>
+constexpr int sums_size() { return kTileRows * Shape::kBlocks * (Shape::kIsKey ? 2 : kSumWidth); }
+
+// N rows of the panel, C blocks at a time. The sums of keys are complete with the tile and leave folded; those of
+// values go on with the next tile in kSumWidth parts.
+template <class Simd, class Shape, int N, int C>
+void multiply(const UnpackedTile& tile, const float* panel, float* sums) {
   using Float = typename Simd::Float;
-  constexpr int kEntries = HeadDim / 4, kWords = kEntries / kMaskEntries, kParts = kMaskEntries / Simd::kWidth;
-  constexpr int kPanel = kTileColumns * kTileStreams * kEntries, kSums = kTileRows * kTileBlocks * 2;
-  static_assert(kTileBlocks % C == 0);
+  constexpr int kWords = Shape::kWords, kBlocks = Shape::kBlocks, kParts = kMaskEntries / Simd::kWidth;
+  constexpr int kPanel = panel_size<Shape>(), kSums = sums_size<Shape>();
+  static_assert(kBlocks % C == 0);
   for (int row = 0; row < kTileRows; ++row) {
-    [[maybe_unused]] int done[kTileColumns][kTileStreams] = {};  // entries used by the blocks before c0
-    for (int c0 = 0; c0 < kTileBlocks; c0 += C) {
+    // The next value of each stream. The loops over streams are unrolled so that these stay in registers: to store
+    // where each stream stands after C blocks, and to load it again, costs 10 %.
+    const float* next[kTileColumns * kTileStreams];
+    next[0] = tile.streams + row * kTileColumns * kTileStreams * tile.stride;
+#pragma GCC unroll 8
+    for (int i = 1; i < kTileColumns * kTileStreams; ++i) next[i] = next[i - 1] + tile.stride;
+#pragma GCC unroll 1
+    for (int c0 = 0; c0 < kBlocks; c0 += C) {
       Float sum[N * C];
-      for (Float& v : sum) v = Simd::zero();
+      [[maybe_unused]] auto place = [&](int i) {  // of values: where sum[i] lies
+        return sums + i / C * kSums + (row * kBlocks + c0 + i % C) * kSumWidth;
+      };
+      for (int i = 0; i < N * C; ++i) {
+        if constexpr (Shape::kIsKey) sum[i] = Simd::zero();
+        else sum[i] = Simd::load8(place(i));
+      }
+#pragma GCC unroll 4
       for (int column = 0; column < kTileColumns; ++column) {
+#pragma GCC unroll 2
         for (int s = 0; s < kTileStreams; ++s) {
           const uint16_t* masks =
               tile.masks + (c0 * kWords * kTileStreams + s) * kTileLanes + row * kTileColumns + column;
-          const float* start = tile.streams + ((row * kTileColumns + column) * kTileStreams + s) * tile.stride;
-          const float* values = start;
-          if constexpr (C < kTileBlocks) values += done[column][s];
-          const float* q = panel + (column * kTileStreams + s) * kEntries;
-#pragma GCC unroll 4
+          const float*& values = next[column * kTileStreams + s];
+          const float* operand = panel + (column * kTileStreams + s) * kWords * kMaskEntries;
+#pragma GCC unroll 16
           for (int c = 0; c < C; ++c)
 #pragma GCC unroll 4
             for (int w = 0; w < kWords; ++w)
               expand_word<Simd>(values, masks[(c * kWords + w) * kTileStreams * kTileLanes], [&](int part, Float v) {
 #pragma GCC unroll 4
                 for (int n = 0; n < N; ++n) {
-                  Float qv = Simd::load(q + n * kPanel + (w * kParts + part) * Simd::kWidth);
-                  sum[n * C + c] = Simd::multiply_add(v, qv, sum[n * C + c]);
+                  Float x = Simd::load(operand + n * kPanel + (w * kParts + part) * Simd::kWidth);
+                  sum[n * C + c] = Simd::multiply_add(v, x, sum[n * C + c]);
                 }
               });
-          if constexpr (C < kTileBlocks) done[column][s] = static_cast<int>(values - start);
         }
       }
-      for (int i = 0; i < N * C; i += 4) {
-        Float four[4];
-        for (int j = 0; j < 4; ++j) four[j] = i + j < N * C ? sum[i + j] : Simd::zero();
-        float folded[8];
-        Simd::fold(four, folded);
-        for (int j = 0; j < 4 && i + j < N * C; ++j) {
-          int n = (i + j) / C, c = c0 + (i + j) % C;
-          float* out = sums + n * kSums + (row * kTileBlocks + c) * 2;
-          out[0] = folded[2 * j], out[1] = folded[2 * j + 1];
+      if constexpr (Shape::kIsKey) {
+        for (int i = 0; i < N * C; i += 4) {
+          Float four[4];
+          for (int j = 0; j < 4; ++j) four[j] = i + j < N * C ? sum[i + j] : Simd::zero();
+          float folded[8];
+          Simd::fold(four, folded);
+          for (int j = 0; j < 4 && i + j < N * C; ++j) {
+            int n = (i + j) / C, c = c0 + (i + j) % C;
+            float* out = sums + n * kSums + (row * kBlocks + c) * 2;
+            out[0] = folded[2 * j], out[1] = folded[2 * j + 1];
+          }
         }
+      } else {
+        for (int i = 0; i < N * C; ++i) Simd::store8(place(i), sum[i]);
       }
     }
   }
 }
 
-template <class Simd, int HeadDim, int N>
-void multiply_values(const UnpackedTile& tile, const float* patterns, float* sums) {
-  using Float = typename Simd::Float;
-  constexpr int kEntries = HeadDim / 4, kWords = kEntries / kMaskEntries, kParts = kMaskEntries / Simd::kWidth;
-  constexpr int kVectors = kWords * kParts, kPatterns = kTileBlocks * kTileColumns * kTileStreams * 4;
-  constexpr int kSums = kTileRows * kEntries;
-  for (int row = 0; row < kTileRows; ++row) {
-    Float sum[N][kVectors];
-    for (int n = 0; n < N; ++n)
-      for (int i = 0; i < kVectors; ++i) sum[n][i] = Simd::load(sums + n * kSums + row * kEntries + i * Simd::kWidth);
-    for (int column = 0; column < kTileColumns; ++column) {
-      const int lane = row * kTileColumns + column;
-      const float* values[kTileStreams];
-      for (int s = 0; s < kTileStreams; ++s) values[s] = tile.streams + (lane * kTileStreams + s) * tile.stride;
-      for (int c = 0; c < kTileBlocks; ++c)
-#pragma GCC unroll 2
-        for (int s = 0; s < kTileStreams; ++s) {
-          Float p[N];
-          for (int n = 0; n < N; ++n)
-            p[n] = Simd::repeat4(patterns + n * kPatterns + ((c * kTileColumns + column) * kTileStreams + s) * 4);
-#pragma GCC unroll 4
-          for (int w = 0; w < kWords; ++w)
-            expand_word<Simd>(values[s], tile.masks[((c * kWords + w) * kTileStreams + s) * kTileLanes + lane],
-                              [&](int part, Float v) {
-#pragma GCC unroll 4
-                                for (int n = 0; n < N; ++n)
-                                  sum[n][w * kParts + part] = Simd::multiply_add(v, p[n], sum[n][w * kParts + part]);
-                              });
-        }
-    }
-    for (int n = 0; n < N; ++n)
-      for (int i = 0; i < kVectors; ++i) Simd::store(sums + n * kSums + row * kEntries + i * Simd::kWidth, sum[n][i]);
-  }
-}
-
-template <class Simd, int HeadDim>
-void multiply_keys_rows(const UnpackedTile& tile, const float* panel, int rows, float* sums) {
-  constexpr int kPanel = kTileColumns * kTileStreams * HeadDim / 4, kSums = kTileRows * kTileBlocks * 2;
+template <class Simd, class Shape>
+void multiply_rows(const UnpackedTile& tile, const float* panel, int rows, float* sums) {
   for_row_blocks<kMaxRows>(rows, [&](int row, auto n) {
     constexpr int N = decltype(n)::value, kFit = Simd::kAccumulators / N;
-    multiply_keys<Simd, HeadDim, N,
-                  (kFit < 1             ? 1
-                   : kFit > kTileBlocks ? kTileBlocks
-                                        : kFit)>(tile, panel + row * kPanel, sums + row * kSums);
+    constexpr int C = kFit < 1 ? 1 : kFit > Shape::kBlocks ? Shape::kBlocks : kFit;
+    multiply<Simd, Shape, N, C>(tile, panel + row * panel_size<Shape>(), sums + row * sums_size<Shape>());
   });
 }
 
-template <class Simd, int HeadDim>
-void multiply_values_rows(const UnpackedTile& tile, const float* patterns, int rows, float* sums) {
-  constexpr int kPatterns = kTileBlocks * kTileColumns * kTileStreams * 4, kSums = kTileRows * HeadDim / 4;
-  constexpr int kFit = Simd::kAccumulators / (HeadDim / 4 / Simd::kWidth);
-  for_row_blocks<(kFit < 1 ? 1 : kFit > kMaxRows ? kMaxRows : kFit)>(rows, [&](int row, auto n) {
-    multiply_values<Simd, HeadDim, decltype(n)::value>(tile, patterns + row * kPatterns, sums + row * kSums);
-  });
-}
-
-template <class Simd>
-void multiply_keys_any(const UnpackedTile& tile, int head_dim, const float* panel, int rows, float* sums) {
-  auto f = head_dim == 64 ? multiply_keys_rows<Simd, 64>
-                          : head_dim == 128 ? multiply_keys_rows<Simd, 128> : multiply_keys_rows<Simd, 256>;
+template <class Simd, template <int> class Shape>
+void multiply_any(const UnpackedTile& tile, int head_dim, const float* panel, int rows, float* sums) {
+  auto f = head_dim == 64    ? multiply_rows<Simd, Shape<64>>
+           : head_dim == 128 ? multiply_rows<Simd, Shape<128>>
+                             : multiply_rows<Simd, Shape<256>>;
   f(tile, panel, rows, sums);
 }
 
 template <class Simd>
-void multiply_values_any(const UnpackedTile& tile, int head_dim, const float* patterns, int rows, float* sums) {
-  auto f = head_dim == 64 ? multiply_values_rows<Simd, 64>
-                          : head_dim == 128 ? multiply_values_rows<Simd, 128> : multiply_values_rows<Simd, 256>;
-  f(tile, patterns, rows, sums);
-}
-
-template <class Simd>
 constexpr Kernels make_kernels() {
-  return {Simd::kName,         unpack<Simd>,           multiply_keys_any<Simd>, store_logits<Simd>, make_patterns<Simd>,
-          multiply_values_any<Simd>, select_row<Simd>, nullptr};
+  return {Simd::kName,
+          unpack<Simd>,
+          multiply_any<Simd, KeyShape>,
+          store_logits<Simd>,
+          make_weights<Simd>,
+          multiply_any<Simd, ValueShape>,
+          select_row<Simd>,
+          nullptr};
 }
 
 }  // namespace

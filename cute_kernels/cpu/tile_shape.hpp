@@ -11,7 +11,7 @@ constexpr int kTileLanes = 32;
 constexpr int kTileRows = 8;      // lane = kTileColumns * row + column
 constexpr int kTileColumns = 4;
 constexpr int kTileStreams = 2;
-constexpr int kTileBlocks = 4;    // of 16 tokens
+constexpr int kTileBlocks = 4;    // of 16 tokens: of keys the rows of A, of values its columns
 constexpr int kMaskEntries = 16;  // entries of a stream that one bitmap word covers
 constexpr int kMaxRows = 4;       // query rows in registers at a time
 

@@ -49,8 +49,11 @@ CUTE_HOST_DEVICE constexpr int padded_head_dim(int head_dim) {
 }
 
 // (lane, element) -> token_position * HeadDim + channel_position. Elements run over the atom's fragment first, then
-// over blocks of 16 channels, then over blocks of 16 tokens: a block of tokens is one step of the mainloop for both
-// roles.
+// over the atoms along K, then over those along M: keys over blocks of 16 channels, then of 16 tokens; values over the
+// 4 blocks of 16 tokens, then over blocks of 16 channels. So a quarter of the bitmap words is, for both roles, what one
+// warp decodes when the 4 warps of a warpgroup split the tile by M, as for WGMMA with A in registers: 16 positions of
+// tokens, or HeadDim / 4 neighbouring ones of channels. The streams run through the quarters in order; a warp finds its
+// start by popcounts of the words before.
 template <Role kRole, int HeadDim>
 CUTE_HOST_DEVICE constexpr auto element_layout() {
   constexpr bool kIsKey = kRole == Role::kKey;
@@ -66,10 +69,7 @@ CUTE_HOST_DEVICE constexpr auto element_layout() {
   auto atom = get<1, 0>(thread_fragment);
   auto rest_m = get<1, 1, 0>(thread_fragment);
   auto rest_k = get<1, 1, 1>(thread_fragment);
-  auto layout = [&] {
-    if constexpr (kIsKey) return make_layout(lanes, make_layout(atom, rest_k, rest_m));
-    else return make_layout(lanes, make_layout(atom, rest_m, rest_k));
-  }();
+  auto layout = make_layout(lanes, make_layout(atom, rest_k, rest_m));
   CUTE_STATIC_ASSERT_V(size<0>(layout) == Int<kLanes>{});
   CUTE_STATIC_ASSERT_V(size<1>(layout) == Int<lane_elements(HeadDim)>{});
   return layout;

@@ -12,6 +12,7 @@ CUTE_DEVICE void multiply_tile(uint32_t block, FragmentB const& tCrB /* (MMA,MMA
                                FragmentC& tCrC /* (MMA,MMA_M,MMA_N) */) {
   using Element = typename Traits::Element;
   constexpr int kAtoms = Traits::kStepAtoms;
+  constexpr int kStepRows = kAtoms > Traits::kAtomsAlongK ? kAtoms / Traits::kAtomsAlongK : 1;  // blocks of 16 along M
   MMA_Atom<MmaOp<Element>> mma;
   CUTE_STATIC_ASSERT_V(size<1>(tCrC) == Int<Traits::kM / 16>{});
   CUTE_STATIC_ASSERT_V(size<2>(tCrC) == Int<Traits::kN / 8>{});
@@ -28,10 +29,10 @@ CUTE_DEVICE void multiply_tile(uint32_t block, FragmentB const& tCrB /* (MMA,MMA
     uint32_t word1 = ptx::load_shared_u32(column + (2 * step + 1) * format::kRowBytes);
     decompress64(word0, word1, at, registers);
     CUTE_UNROLL
-    for (int i = 0; i < kAtoms; ++i) {
-      int atom = step * kAtoms + i;  // atoms run over blocks of 16 channels, then over blocks of 16 tokens
-      int channels = atom % Traits::kChannelBlocks, tokens = atom / Traits::kChannelBlocks;
-      int m = Traits::kIsKey ? tokens : channels, k = Traits::kIsKey ? channels : tokens;
+    for (int j = 0; j < kAtoms; ++j) {
+      // Atoms run along K first. The step's rows take turns, so that an mma does not wait for the one before.
+      int i = j % kStepRows * (kAtoms / kStepRows) + j / kStepRows, atom = step * kAtoms + i;
+      int m = atom / Traits::kAtomsAlongK, k = atom % Traits::kAtomsAlongK;
       CUTE_UNROLL
       for (int n = 0; n < Traits::kN / 8; ++n) cute::gemm(mma, tCrA(_, i), tCrB(_, n, k), tCrC(_, m, n));
     }

@@ -40,7 +40,7 @@ struct Traits {
   // A step decodes two bitmap words of a lane side by side: 64 elements, 8 MMA atoms.
   static constexpr int kStepAtoms = 2 * format::kWordElements / 8;
   static constexpr int kSteps = format::bitmap_rows(kHeadDim) / 2;
-  static constexpr int kChannelBlocks = kHeadDim / 16;
+  static constexpr int kAtomsAlongK = kK / 16;
 
   // Accumulators and B fragments are what grows. The rest, A fragments, addresses and words, was read off the
   // compiler's reports: the smallest with which nothing spills.

@@ -15,12 +15,14 @@ using namespace cute_kernels::cpu;
 // product_layout throws where element_layout has another structure.
 void check_structure() {
   static_assert(kTileLanes == format::kLanes && kTileRows == kLaneRows && kTileColumns == kLaneColumns);
-  static_assert(kTileStreams == kStreams && kTileBlocks == kTokenBlocks && kTokensOfTile == format::kTileTokens);
+  static_assert(kTileStreams == kStreams && kTokensOfTile == format::kTileTokens);
   static_assert(kMaskEntries * kStreams == format::kWordElements);
   for (auto role : {format::Role::kKey, format::Role::kValue})
     for (int head_dim = format::kMinHeadDim; head_dim <= format::kMaxHeadDim; head_dim *= 2) {
       const ProductLayout& layout = product_layout(role, head_dim);
-      check(layout.entries == head_dim / 4, "entries of a stream in a block of tokens", head_dim);
+      const bool is_key = role == format::Role::kKey;
+      check(layout.blocks == (is_key ? kTileBlocks : head_dim / 16), "blocks of 16 rows of A", head_dim);
+      check(layout.entries == (is_key ? head_dim / 4 : kMaskEntries), "entries of a stream in a block", head_dim);
       check(layout.entries % kMaskEntries == 0, "whole bitmap words", head_dim);
     }
   for (int e = 0; e < format::kWordElements; ++e) {
@@ -31,6 +33,9 @@ void check_structure() {
   for (int slot = 0; slot < kPairBlock; ++slot) {
     check(!seen[pair_slot_entry(slot)], "pair_slot_entry is one to one", slot);
     check(pair_slot_entry(slot) % 4 == slot % 4, "slots keep the order within 4 entries", slot);
+    check(pair_slot_entry(slot) / kMaskEntries == slot % 16 / kSumWidth, "8 slots of a vector hold one word", slot);
+    if (slot % 16 < 8)
+      check(pair_slot_entry(slot + 8) == pair_slot_entry(slot) + kMaskEntries, "both words take the same order", slot);
     seen[pair_slot_entry(slot)] = true;
   }
 }

@@ -26,7 +26,17 @@ void check_element_layout() {
       Stream stream = stream_of(kRole, token % kClasses, channel % kClasses);
       check(stream.lane == lane, "stream_of names the lane", HeadDim, lane, e);
       check(stream.index == Codec16::stream(e), "stream_of names the stream", HeadDim, lane, e);
-      check(token / 16 == e / (kElements / 4), "16 tokens after 16 tokens", HeadDim, lane, e);
+      int channels = HeadDim / 16, block = e / 8;
+      if (kRole == Role::kKey) {
+        check(token / 16 == block / channels, "16 tokens after 16 tokens", HeadDim, lane, e);
+        check(channel / 16 == block % channels, "16 channels after 16 channels within them", HeadDim, lane, e);
+      } else {
+        check(channel / 16 == e / kWordElements, "a word of values holds 16 channels", HeadDim, lane, e);
+        check(token / 16 == block % 4, "16 tokens after 16 tokens within them", HeadDim, lane, e);
+      }
+      int m = kRole == Role::kKey ? token : channel, kM = kRole == Role::kKey ? kTileTokens : HeadDim;
+      check(m / (kM / 4) == bitmap_word(e) / (bitmap_rows(HeadDim) / 4), "a quarter of the words is a quarter of M",
+            HeadDim, lane, e);
     }
   check(bitmap_rows(HeadDim) * kWordElements == kElements, "bitmap covers the lane's elements", HeadDim);
   check(max_tile_rows<Codec16>(HeadDim) == bitmap_rows(HeadDim) + kElements / 2, "a full tile's rows", HeadDim);
