@@ -76,6 +76,8 @@ __global__ void __launch_bounds__(32 * kWarps) pack_kernel(DenseView x, uint32_t
   for (int i = threadIdx.x; i < value_rows * kLanes; i += blockDim.x) s.values[i / kLanes][i % kLanes] = 0;
   __syncthreads();
 
+  // The stream of an element follows from its place in the word alone, so unrolled loops keep counters in registers.
+  static_assert(kWordElements % Codec16::kStreams == 0);
   uint32_t words[kWords] = {};
   int length[Codec16::kStreams] = {};
   auto at = [&](int e) {  // this lane's element e
@@ -84,12 +86,13 @@ __global__ void __launch_bounds__(32 * kWarps) pack_kernel(DenseView x, uint32_t
   };
 #pragma unroll
   for (int w = 0; w < kWords; ++w) {
+#pragma unroll 4
     for (int i = 0; i < kWordElements; ++i) {
       int e = (warp * kWords + w) * kWordElements + i;
       auto [token, channel] = at(e);
       uint32_t present = s.masks[token][channel / 32] >> channel % 32 & 1;
       words[w] |= present << bitmap_bit(e);
-      length[Codec16::stream(e)] += present;
+      length[Codec16::stream(i)] += present;
     }
     place.block[(warp * kWords + w) * kLanes + lane] = words[w];
   }
@@ -102,11 +105,12 @@ __global__ void __launch_bounds__(32 * kWarps) pack_kernel(DenseView x, uint32_t
   auto* values = reinterpret_cast<uint16_t*>(s.values);
 #pragma unroll
   for (int w = 0; w < kWords; ++w) {
+#pragma unroll 4
     for (int i = 0; i < kWordElements; ++i) {
       int e = (warp * kWords + w) * kWordElements + i;
       if (!(words[w] >> bitmap_bit(e) & 1)) continue;
       auto [token, channel] = at(e);
-      int stream = Codec16::stream(e);
+      int stream = Codec16::stream(i);
       values[(row[stream]++ * kLanes + lane) * Codec16::kStreams + stream] = s.dense[token][channel];
     }
   }
