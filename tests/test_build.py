@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from third_party import BuildError, cuda, cutlass
+from third_party import BuildError, cuda, cutlass, tools
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -126,7 +126,7 @@ def test_pins_agree():
     cuda_headers = (ROOT / "third_party" / "cuda-headers.txt").read_text().splitlines()
     assert cutlass.REQUIREMENT.split("==")[1].startswith(cutlass.VERSION + ".")
     assert cutlass.REQUIREMENT in headers
-    for requirement in (cutlass.REQUIREMENT, *cuda.HEADER_REQUIREMENTS):
+    for requirement in (cutlass.REQUIREMENT, *cuda.HEADER_REQUIREMENTS, *tools.CUOBJDUMP_REQUIREMENTS):
         assert f'"{requirement}"' in project
     assert set(cuda.HEADER_REQUIREMENTS) == {line for line in cuda_headers if line and not line.startswith("#")}
 

@@ -1,0 +1,73 @@
+"""The committed numbers of every kernel, for one compiler: manifest.json, one line a kernel."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from profiling.sass.dump import Kernel
+
+PATH = Path(__file__).with_name("manifest.json")
+REWRITE = "python -m profiling.sass --write"
+
+Numbers = dict[str, int]
+
+
+def numbers(kernel: Kernel) -> Numbers:
+    """What is compared: registers a thread, static bytes of shared memory, instructions in all and by kind."""
+    return {"registers": kernel.registers, "shared": kernel.shared, "instructions": kernel.code.instructions,
+            **{name: kernel.code.counts[name] for name in sorted(kernel.code.counts)}}
+
+
+def table(kernels: Iterable[Kernel]) -> dict[str, Numbers]:
+    """Architecture and name -> numbers. Kernels that several files instantiate alike are one."""
+    rows: dict[str, Numbers] = {}
+    for kernel in kernels:
+        row = numbers(kernel)
+        if rows.setdefault(kernel.key, row) != row:
+            raise ValueError(f"two kernels are called {kernel.key}; names.py must tell them apart")
+    return rows
+
+
+def load(path: Path = PATH) -> tuple[str, dict[str, Numbers]]:
+    """(compiler, rows)."""
+    manifest = json.loads(path.read_text(encoding="utf-8"))
+    return manifest["compiler"], manifest["kernels"]
+
+
+def write(compiler: str, rows: Mapping[str, Numbers], path: Path = PATH) -> None:
+    """Rows of architectures that `rows` does not have stay if the compiler is the same."""
+    kept: dict[str, Numbers] = {}
+    if path.exists():
+        old_compiler, old = load(path)
+        if old_compiler == compiler:
+            kept = {key: row for key, row in old.items() if _arch(key) not in archs(rows)}
+    lines = [f"  {json.dumps(key)}: {json.dumps(row)}" for key, row in sorted({**kept, **rows}.items())]
+    text = f'{{\n "compiler": {json.dumps(compiler)},\n "kernels": {{\n' + ",\n".join(lines) + "\n }\n}\n"
+    path.write_text(text, encoding="utf-8")
+
+
+def differences(old: Mapping[str, Numbers], new: Mapping[str, Numbers]) -> list[str]:
+    """A line for each kernel that moved, appeared or went; architectures that `new` lacks were not built."""
+    lines = []
+    for key in sorted({*old, *new}):
+        if key not in new:
+            if _arch(key) in archs(new):
+                lines.append(f"- {key}: gone from the library")
+        elif key not in old:
+            if _arch(key) in archs(old):
+                lines.append(f"+ {key}: new, {new[key]['registers']} registers")
+        elif old[key] != new[key]:
+            moved = [f"{name} {old[key].get(name, 0)} -> {new[key].get(name, 0)}"
+                     for name in dict.fromkeys((*old[key], *new[key])) if old[key].get(name) != new[key].get(name)]
+            lines.append(f"  {key}: {', '.join(moved)}")
+    return lines
+
+
+def archs(rows: Iterable[str]) -> set[str]:
+    return {_arch(key) for key in rows}
+
+
+def _arch(key: str) -> str:
+    return key.split(" ", 1)[0]
