@@ -54,8 +54,8 @@ def test_every_architecture_has_every_product(kernels):
             for element in ("f16", "bf16"):
                 for head_dim in (64, 128, 256):
                     for n in (8, 16):
-                        wanted = f"{name}.*<Traits<{role},{element},{head_dim},{n}>"
-                        assert any(re.match(wanted, product) for product in products), f"{arch} has no {wanted}"
+                        wanted = rf"{name}.*<.*Traits<{role},{element},{head_dim},{n}\b"
+                        assert any(re.search(wanted, product) for product in products), f"{arch} has no {wanted}"
 
 
 def test_sm90_products(kernels):
@@ -150,8 +150,9 @@ def test_rules_that_hold():
     assert rules.violations([
         kernel("sparse_qk_kernel<Sm90>", BULK + PIPELINED),
         kernel("sparse_qk_kernel<>", COPY + "        /*0010*/  HMMA.16816.F32 R4, R8, R2, R4 ;\n", "matmul/qk_sm80.cu"),
-        kernel("combine_partials<>", "        /*0000*/  EXIT ;\n"),
+        kernel("combine_partials<sm90::Traits>", "        /*0000*/  EXIT ;\n"),
     ]) == []
+    assert len(rules.violations([kernel("sm80::sparse_qk_kernel<>", PIPELINED, "matmul/qk.cu")])) == 2
 
 
 @pytest.mark.parametrize("broken", [
@@ -194,6 +195,7 @@ def test_short_names():
     balance = ("_ZN12cute_kernels8compress43_GLOBAL__N__44791ad9_10_balance_cu_8cf4908414balance_kernelILi8EEEvNS0_14"
                "BalanceOperandES3_llliPh")
     assert names.short_name(balance) == "balance_kernel<8>"
+    assert names.short_name("_ZN12cute_kernels6matmul4sm906kernelILi8EEEvi") == "sm90::kernel<8>"
     assert names.short_name("plain_c") == "plain_c"
 
 

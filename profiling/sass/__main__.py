@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--library", type=Path, help="a library or cubin (default: the extension in this checkout)")
     parser.add_argument("--name", default="", metavar="REGEX", help="print only what it finds in 'arch name'")
     action = parser.add_mutually_exclusive_group()
-    action.add_argument("--check", action="store_true", help="print only what breaks a rule or moved; 1 if anything did")
+    action.add_argument("--check", action="store_true", help="print what breaks a rule or moved; 1 if anything does")
     action.add_argument("--write", action="store_true", help="rewrite the manifest")
     args = parser.parse_args(arguments)
     try:

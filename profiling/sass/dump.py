@@ -74,7 +74,7 @@ class Kernel:
     registers: int  # a thread
     stack: int      # bytes a thread
     local: int      # bytes a thread
-    shared: int     # static bytes a CTA
+    shared: int     # static bytes a CTA; from 9.0 on with the 1024 that the system takes
     code: Code
 
     @property

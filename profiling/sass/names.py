@@ -37,13 +37,16 @@ def demangle(symbol: str) -> str:
 
 
 def short_name(symbol: str) -> str:
-    """sparse_qk_kernel<Traits<key,f16,128,8>,WarpPipelineSm80>: no namespaces, parameters or repeated arguments."""
+    """sparse_qk_kernel<Traits<key,f16,128,8>,WarpPipelineSm80>.
+
+    Without parameters, repeated arguments, and namespaces other than those of an architecture (sm90).
+    """
     text = demangle(symbol)
     if text == symbol:
         return symbol
     for long, short in _WORDS.items():
         text = text.replace(long, short)
-    text = re.sub(r"\b(?:[A-Za-z_]\w*::)+", "", text.removeprefix("void ")).replace(" ", "")
+    text = re.sub(r"\b(?!sm\d+::)[A-Za-z_]\w*::", "", text.removeprefix("void ")).replace(" ", "")
     name, arguments = _split(text)
     said: list[str] = []
     for argument in arguments:

@@ -14,7 +14,7 @@ from pathlib import PurePath
 
 from profiling.sass.dump import Kernel
 
-PRODUCT = re.compile(r"sparse_\w+")  # kernels that multiply; those that combine, select or pack are others
+PRODUCT = re.compile(r"(\w+::)?sparse_\w+")  # kernels that multiply; those that combine, select or pack are others
 HGMMA_SHAPE = re.compile(r"HGMMA\.64x\d+x16\..*\.RS")
 
 
