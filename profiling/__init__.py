@@ -1,4 +1,5 @@
-"""Measurements of cute_kernels: `python -m profiling.sweep`, `python -m profiling.decode_microbench`.
+"""Measurements of cute_kernels: `python -m profiling.sweep`, `python -m profiling.decode_microbench`; without a GPU
+`python -m profiling.tile_model`, `python -m profiling.sass`.
 
 Run from the repository's root. Importing this package puts the checkout's python/ on the module path.
 """

@@ -1,0 +1,130 @@
+"""What one tile of the sparse products uses: registers, bytes, instructions by pipe.
+
+A tile is 64 tokens of one KV head times the head's channels, 2 D elements a lane; a warp multiplies it by N query rows.
+Instructions of the decoder are counted from decompress.hpp, those around it come from counters:
+
+    an element of a lane  1 LDS, 1.5 IDP (for four: two addresses and two advances by dp4a, two selectors by dp2a),
+                          0.5 PRMT, 0.25 LOP3
+    a bitmap word         1 LDS, 3 SHF, 1 POPC (both streams, every other word), 2 others
+    an m16n8k16 atom      1 HMMA
+    the rest, sparse_qk   1312 instructions a tile were counted at D 128, N 8, 4 rows (profiling/NOTES.md), 920 of them
+                          decoder and MMAs: 392 for copies, offsets, loop and epilogue; of the latter 12 a row
+    the rest, sparse_av   198 more: the loops over tiles differ by that much in the machine code (profiling.sass)
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from profiling.cases import Case
+
+TILE_TOKENS = 64
+ROW_BYTES = 128          # of a block: one word a lane
+ORDER_BYTES = TILE_TOKENS
+OFFSET_BYTES = 4
+HEAD_DIMS = (64, 128, 256)
+ROW_BLOCKS = (8, 16)     # N
+LOGITS_STRIDE = TILE_TOKENS + 4  # floats
+
+# Registers besides accumulators and B fragments: traits.hpp of the kernels, from the compiler's reports.
+WORKING_REGISTERS = {("key", 8): 64, ("key", 16): 64, ("value", 8): 84, ("value", 16): 90}
+
+# A stream is as long as the longest of 64; balanced streams exceed the mean by this many standard deviations of
+# a binomial count, and the longest of all tiles by as many rows more (profiling/NOTES.md, token order; 2048 to 16384
+# tokens, Gaussian).
+PADDING_DEVIATIONS = 0.65
+LONGEST_TILE_ROWS = 3
+
+REST = {"key": 392 - 4 * 12, "value": 392 + 198 - 4 * 12}
+REST_A_ROW = 12
+CONFLICTS = 2.0          # wavefronts of an access in the order of tokens, which no layout can foresee (assumed)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A warp's work on a tile. Instructions are a warp's, wavefronts 128 bytes of shared memory."""
+
+    role: str
+    head_dim: int      # padded: 64, 128 or 256
+    n: int             # query rows that are multiplied
+    rows: int          # of those, that exist
+    block_rows: float  # rows of 128 bytes: the bitmap and the values, mean
+    longest_rows: int  # of any tile
+    element_bytes: int
+
+    @classmethod
+    def of(cls, case: Case) -> Tile:
+        """The tile of a sweep's case.
+
+        Raises:
+            ValueError: the head dim is larger than any that is instantiated.
+        """
+        shape, keep = case.load.shape, case.load.keep
+        head_dim = next((d for d in HEAD_DIMS if shape.head_dim <= d), None)
+        if head_dim is None:
+            raise ValueError(f"head dim {shape.head_dim} is more than {HEAD_DIMS[-1]}, the largest that kernels take")
+        rows = shape.query_heads // shape.kv_heads * shape.query_tokens
+        n = next((n for n in ROW_BLOCKS if rows <= n), ROW_BLOCKS[-1])
+        uneven = keep < shape.head_dim and case.load.data != "equal"
+        padding = PADDING_DEVIATIONS * math.sqrt(keep * (1 - keep / shape.head_dim)) if uneven else 0.0
+        mean = head_dim // 16 + keep + padding  # 64 tokens x keep values in 64 streams
+        longest = math.ceil(mean) + (LONGEST_TILE_ROWS if uneven else 0)
+        return cls(case.role, head_dim, n, min(rows, n), mean, min(longest, head_dim // 16 + head_dim), 2)
+
+    @property
+    def elements(self) -> int:
+        """Of a lane."""
+        return TILE_TOKENS * self.head_dim // 32
+
+    @property
+    def words(self) -> int:
+        """Bitmap words of a lane."""
+        return self.elements // 32
+
+    @property
+    def registers(self) -> int:
+        """A thread's: accumulators, two elements of B each, and the decoder's."""
+        m, k = (TILE_TOKENS, self.head_dim) if self.role == "key" else (self.head_dim, TILE_TOKENS)
+        return m * self.n // 32 + self.n * k // 64 + WORKING_REGISTERS[self.role, self.n]
+
+    @property
+    def p_row_bytes(self) -> int:
+        """One row of p in a stage; none for keys."""
+        return 0 if self.role == "key" else TILE_TOKENS * self.element_bytes + 16
+
+    @property
+    def stage_bytes(self) -> int:
+        """Of a warp: the longest block, its order and p, or the results that take the block's place."""
+        results = (self.n * LOGITS_STRIDE * 4 if self.role == "key" else self.n * self.head_dim * 4 // 2)
+        block = _aligned(max(self.longest_rows * ROW_BYTES, results))
+        return _aligned(block + ORDER_BYTES + self.rows * self.p_row_bytes)
+
+    @property
+    def copied_bytes(self) -> float:
+        """From memory into a stage, mean."""
+        p = self.rows * TILE_TOKENS * self.element_bytes if self.role == "value" else 0
+        return self.block_rows * ROW_BYTES + ORDER_BYTES + p
+
+    @property
+    def dram_bytes(self) -> float:
+        """Read and written, mean; q, the output of sparse_av and its partial sums are small beside it."""
+        out = self.rows * TILE_TOKENS * self.element_bytes if self.role == "key" else 0
+        return self.copied_bytes + OFFSET_BYTES + out
+
+    @property
+    def instructions(self) -> dict[str, float]:
+        """By pipe. "rest" stands for all that is around the decoder."""
+        e, w = self.elements, self.words
+        return {"LDS": e + w, "IDP": 1.5 * e, "PRMT": 0.5 * e, "LOP3": 0.25 * e, "SHF": 3.0 * w, "POPC": 1.0 * w,
+                "other": 2.0 * w, "HMMA": e / 8 * (self.n / 8), "rest": REST[self.role] + REST_A_ROW * self.rows}
+
+    @property
+    def wavefronts(self) -> float:
+        """Of shared memory: loads of the decoder, the copies' writes, and the exchange of logits or loads of p."""
+        exchange = TILE_TOKENS * self.n / 32 * CONFLICTS + (2.0 * self.rows if self.role == "key" else 0)
+        return self.elements + self.words + self.copied_bytes / ROW_BYTES + exchange
+
+
+def _aligned(size: int) -> int:
+    return -(-size // 128) * 128

@@ -1,0 +1,138 @@
+"""The sparse products of CC 8.0: warps and stages that a device leaves, and the time they take.
+
+A warp takes whole tiles through its own ring of stages; all warps of an SM share its pipes. A round is a tile for every
+warp of the device: its data take `memory` to arrive and its decoding takes `sm`, so with r rounds
+
+    time = FIXED_US + memory + (r - 1) * (memory^p + sm^p)^(1/p) + sm
+
+The constants come from the micro-benchmark and from one case at two lengths; no other row is fitted.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from profiling.cases import Case
+from profiling.tile_model.counts import Tile
+from profiling.tile_model.device import Device
+
+SCHEDULERS = 4
+WARPS = (4, 8, 12, 16)
+STAGES = (2, 3)
+
+# What part of the slowest pipe's rate the decoder reaches, by warps an SM: decode_microbench (profiling/NOTES.md),
+# 20.7, 23.7 and 24.5 elements a clock and SM of the 29 that issue slots allow. Fewer warps reach less in proportion.
+ACHIEVED = {8: 0.714, 12: 0.817, 16: 0.845}
+
+# p: how far memory and SM hide one another. sparse_qk, 8,32,8,1,T,128, 38 kept, takes 509 clocks an SM and tile more
+# between T 4096 and 16384 (profiling/NOTES.md: 16.1 elements a clock), memory alone 422 and the pipes alone 419.
+OVERLAP_POWER = 3.6
+
+# Launch, first offsets and queries, instruction cache, last stores: what is left of that case's 41.2 us (and 6.7 of the
+# 17.5 us at T 4096). sparse_av adds up partial sums in a second kernel, which overlaps the drain.
+FIXED_US = 6.6
+COMBINE_US = 2.0
+
+TIE = 0.05  # within which times are equal: the model is no better than that
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A layout of the work: one CTA an SM, `warps` warps with `stages` stages each."""
+
+    warps: int
+    stages: int
+    registers: int            # there are, a thread
+    shared_bytes: int         # of the CTA
+    in_flight_bytes: float    # of an SM
+    clocks: dict[str, float] = field(default_factory=dict)  # of an SM and tile, by resource
+    rounds: float = 0.0
+    us: float = math.inf
+    limiter: str = ""
+    rejected: str = ""
+
+
+def clocks_of(device: Device, tile: Tile, warps: int) -> dict[str, float]:
+    """Clocks of an SM that a tile keeps each resource busy; all but DRAM at the rate that `warps` warps achieve."""
+    n = tile.instructions
+    pipes = {
+        "issue": sum(n.values()) / device.issue,
+        "shared": tile.wavefronts * 128 / device.shared_bytes_a_clock,
+        "FMA-heavy": n["IDP"] * 32 / device.fma_heavy_lanes,
+        "ALU": (n["PRMT"] + n["LOP3"] + n["SHF"]) * 32 / device.alu_lanes,
+        "POPC": n["POPC"] * 32 / device.popc_lanes,
+        "tensor": n["HMMA"] * 16 * 8 * 16 / device.mma_sync_fma,
+    }
+    return {**{name: clocks / achieved(warps) for name, clocks in pipes.items()},
+            "DRAM": tile.dram_bytes / device.dram_bytes_a_clock}
+
+
+def achieved(warps: int) -> float:
+    """`ACHIEVED` between its points, in proportion below them."""
+    points = sorted(ACHIEVED)
+    if warps <= points[0]:
+        return ACHIEVED[points[0]] * warps / points[0]
+    for low, high in zip(points, points[1:]):
+        if warps <= high:
+            return ACHIEVED[low] + (ACHIEVED[high] - ACHIEVED[low]) * (warps - low) / (high - low)
+    return ACHIEVED[points[-1]]
+
+
+def tiles_of(case: Case, tile: Tile) -> int:
+    """Of all heads and passes over the cache."""
+    shape = case.load.shape
+    rows = shape.query_heads // shape.kv_heads * shape.query_tokens
+    return shape.batch * shape.kv_heads * math.ceil(shape.tokens / 64) * math.ceil(rows / tile.n)
+
+
+def candidates(device: Device, case: Case) -> list[Plan]:
+    """Every number of warps and stages, the chosen one first, those rejected last."""
+    tile = Tile.of(case)
+    plans = [_plan(device, case, tile, warps, stages) for warps in WARPS for stages in STAGES]
+    fastest = min((plan.us for plan in plans), default=math.inf)
+    # Of equals the one with more warps, then more stages: what the model leaves out is latency, which both hide.
+    return sorted(plans, key=lambda p: (bool(p.rejected), p.us > fastest * (1 + TIE), -p.warps, -p.stages))
+
+
+def best(device: Device, case: Case) -> Plan:
+    """The chosen plan.
+
+    Raises:
+        ValueError: none fits.
+    """
+    plan = candidates(device, case)[0]
+    if plan.rejected:
+        raise ValueError(f"no plan fits {device.name}: {plan.rejected}")
+    return plan
+
+
+def _plan(device: Device, case: Case, tile: Tile, warps: int, stages: int) -> Plan:
+    registers = min(device.registers_a_thread, device.registers // (32 * warps) // 8 * 8)
+    shared = warps * stages * tile.stage_bytes + (4 * warps if tile.role == "value" else 0)
+    in_flight = warps * (stages - 1) * tile.copied_bytes
+    needed = device.dram_latency * device.dram_bytes_a_clock
+    clocks = clocks_of(device, tile, warps)
+    clocks["DRAM"] *= max(1.0, needed / in_flight)  # Little's law
+    sm_clocks, limiter = max((value, name) for name, value in clocks.items() if name != "DRAM")
+    if clocks["DRAM"] > sm_clocks:
+        limiter = "DRAM" if in_flight >= needed else "latency"
+    tiles_an_sm = tiles_of(case, tile) / device.multiprocessors
+    working = max(1, min(warps, math.floor(tiles_an_sm)))  # a thin load leaves warps idle
+    rounds = max(1.0, tiles_an_sm / working)
+    us = _time_us(device, tile, working, rounds, sm_clocks, clocks["DRAM"])
+    rejected = ""
+    if tile.registers > registers:
+        rejected = f"{tile.registers} registers a thread of {registers} there are"
+    elif shared > device.shared_bytes:
+        rejected = f"{shared} bytes of shared memory of {device.shared_bytes}"
+    return Plan(warps, stages, registers, shared, in_flight, clocks, rounds, math.inf if rejected else us, limiter,
+                rejected)
+
+
+def _time_us(device: Device, tile: Tile, warps: int, rounds: float, sm_clocks: float, dram_clocks: float) -> float:
+    """The module's formula. Rounds are not whole: a warp that is done leaves its share of the pipes to the others."""
+    memory, sm = dram_clocks * warps, sm_clocks * warps
+    steady = (memory**OVERLAP_POWER + sm**OVERLAP_POWER) ** (1 / OVERLAP_POWER)
+    fixed = FIXED_US + (COMBINE_US if tile.role == "value" else 0)
+    return fixed + (memory + (rounds - 1) * steady + sm) / device.clock_mhz
