@@ -1,22 +1,20 @@
-"""What a sweep measures: the cases, the default lists, and the command that names one of them."""
+"""What a row measures: shapes, loads, cases, and the command that names one of them."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import product
 
-# The backends of each operation. "reference" is plain torch: measured only when asked for.
-BACKENDS = {
-    "sparse_qk": ("cpu", "sm80", "sm90", "reference"),
-    "sparse_av": ("cpu", "sm80", "sm90", "reference"),
-    "compress": ("cpu", "cuda"),  # takes no backend argument: the device of its input decides
-}
-# Registered, but not measured yet.
-LEFT_OUT = {"sparse_attention": "it has only the reference backend so far"}
+SPARSE_OPS = ("sparse_qk", "sparse_av", "sparse_attention", "compress")
+# The peers measured for themselves: their "backend" is the name of a peer.
+DENSE_OPS = ("dense_qk", "dense_av", "dense_attention", "copy")
+OPS = SPARSE_OPS + DENSE_OPS
 
 DTYPES = ("float16", "bfloat16")
 DATA = ("gaussian", "outlier", "equal")  # see data.py
+CACHES = ("cold", "warm")                # last-level cache at every call: other operands, or the same ones again
+TIMINGS = ("events", "graph", "auto")    # see timing.py
 EQUAL_BLOCK = 8  # "equal" keeps whole blocks of so many channels
 
 
@@ -56,10 +54,20 @@ class Shape:
         """Elements of one dense cache."""
         return self.batch * self.kv_heads * self.tokens * self.head_dim
 
+    @property
+    def heads(self) -> int:
+        """KV heads of all batch rows."""
+        return self.batch * self.kv_heads
+
+    @property
+    def rows(self) -> int:
+        """Rows of the query side that meet one KV head."""
+        return self.query_heads // self.kv_heads * self.query_tokens
+
 
 @dataclass(frozen=True)
 class Load:
-    """What is in the cache: everything of a case but the operation and its backend."""
+    """What is in the cache. keep = head dim stands for a dense one."""
 
     shape: Shape
     keep: int
@@ -76,29 +84,79 @@ class Load:
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the sweep."""
+    """One operation on one load, to be measured beside each of its peers."""
 
     op: str
-    backend: str
+    backend: str        # of a dense operation: the peer's name
     load: Load
     seed: int = 0
     repeats: int = 30
+    scores: str = ""    # dtype of sparse_qk's result and sparse_av's p, if not the load's
+    cache: str = "cold"
+    timing: str = "events"
+
+    @property
+    def is_dense(self) -> bool:
+        return self.op in DENSE_OPS
+
+    @property
+    def product(self) -> str:
+        """What is computed: qk, av, attention, compress or copy."""
+        return self.op.removeprefix("sparse_").removeprefix("dense_")
 
     @property
     def role(self) -> str:
-        return "value" if self.op == "sparse_av" else "key"
+        return "value" if self.product == "av" else "key"
+
+    @property
+    def elements(self) -> int:
+        """Cached elements that a call reads: attention has keys and values."""
+        return self.load.shape.elements * (2 if self.product == "attention" else 1)
+
+    @property
+    def scores_dtype(self) -> str:
+        """The dtype of logits and weights."""
+        return self.scores or self.load.dtype
 
     @property
     def command(self) -> str:
         """Measures exactly this row."""
         load = self.load
-        return (f"python -m profiling.sweep --op {self.op} --backend {self.backend} --shape {load.shape} "
+        text = (f"python -m profiling.sweep --op {self.op} --backend {shlex.quote(self.backend)} --shape {load.shape} "
                 f"--keep {load.keep} --dtype {load.dtype} --data {load.data} "
                 f"--seed {self.seed} --repeats {self.repeats}")
+        extra = (("--scores", self.scores, ""), ("--cache", self.cache, "cold"), ("--timing", self.timing, "events"))
+        return text + "".join(f" {option} {value}" for option, value, default in extra if value != default)
 
     def __str__(self) -> str:
         load = self.load
-        return f"{self.op} {self.backend} {load.shape} keep {load.keep} {load.dtype} {load.data}"
+        words = (self.op, self.backend, str(load.shape), f"keep {load.keep}", load.dtype, load.data,
+                 self.scores and f"scores {self.scores}", "warm" if self.cache == "warm" else "",
+                 "" if self.timing == "events" else self.timing)
+        return " ".join(word for word in words if word)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Part of a suite or grid: every combination of operations, loads and settings, on the backends that have them."""
+
+    ops: tuple[str, ...]
+    loads: tuple[Load, ...]
+    backends: tuple[str, ...] = ()  # empty: those of the device
+    scores: tuple[str, ...] = ("",)
+    caches: tuple[str, ...] = ("cold",)
+    timings: tuple[str, ...] = ("events",)
+
+    def cases(self, op: str, backends: Iterable[str], seed: int, repeats: int) -> list[Case]:
+        """The cases of one operation; the scores' dtype matters to products only, the keep to sparse ones."""
+        scores = self.scores if op in ("sparse_qk", "sparse_av") else ("",)
+        found = []
+        for load in self.loads:
+            if op in DENSE_OPS:
+                load = Load(load.shape, load.shape.head_dim, load.dtype)
+            found += [Case(op, backend, load, seed, repeats, "" if score == load.dtype else score, cache, timing)
+                      for backend in backends for score in scores for cache in self.caches for timing in self.timings]
+        return found
 
 
 def usual_keeps(head_dim: int) -> tuple[int, int]:
@@ -106,55 +164,8 @@ def usual_keeps(head_dim: int) -> tuple[int, int]:
     return max(1, round(0.3 * head_dim)), max(1, head_dim // 2)
 
 
-def _multiple(keep: int) -> int:
-    return -(-keep // EQUAL_BLOCK) * EQUAL_BLOCK
-
-
-def _list(figures: Iterable[Shape], headline: Shape, variants: Iterable[Shape]) -> list[Load]:
-    """The figures with both distributions, then bf16 and equal streams on the headline, then its variants."""
-    loads = [Load(s, k, data=d) for s in figures for k in usual_keeps(s.head_dim) for d in ("gaussian", "outlier")]
-    loads += [Load(headline, k, dtype="bfloat16") for k in usual_keeps(headline.head_dim)]
-    loads += [Load(headline, _multiple(k), data="equal") for k in usual_keeps(headline.head_dim)]
-    loads += [Load(s, k) for s in variants for k in usual_keeps(s.head_dim)]
-    return loads
-
-
-def default_loads(device: str, quick: bool) -> list[Load]:
-    """The default list of a device ("cuda" or "cpu"): the project's figures, scaled down for a CPU."""
-    if device == "cpu":
-        shape, odd = Shape(1, 32, 8, 1, 4096, 128), Shape(1, 8, 2, 4, 4000, 64)
-    else:
-        shape, odd = Shape(8, 32, 8, 1, 4096, 128), Shape(8, 32, 8, 4, 4000, 64)
-    if quick:
-        return [Load(shape, 38), Load(shape, 64), Load(shape, 38, data="outlier"), Load(shape, 64, data="equal"),
-                Load(shape, 38, dtype="bfloat16"), Load(odd, 19)]
-    if device == "cpu":
-        figures = [Shape(1, 32, 8, 1, 8192, 128), Shape(1, 8, 8, 1, 4096, 128)]
-        return _list(figures, figures[0], [Shape(1, 32, 8, 1, 8192, 64), Shape(1, 32, 8, 1, 4096, 256),
-                                           Shape(1, 32, 8, 16, 4096, 128)])
-    figures = [Shape(8, 32, 8, 1, 16384, 128), Shape(8, 32, 8, 1, 4096, 128), Shape(1, 32, 8, 1, 32768, 128),
-               Shape(8, 32, 32, 1, 4096, 128), Shape(8, 64, 8, 1, 16384, 128)]
-    return _list(figures, figures[0], [Shape(8, 32, 8, 1, 16384, 64), Shape(8, 32, 8, 1, 16384, 256),
-                                       Shape(8, 32, 8, 16, 16384, 128)])
-
-
-def own_loads(shapes: Iterable[Shape], keeps: Iterable[int] | None, dtypes: Iterable[str] | None,
-              data: Iterable[str] | None) -> list[Load]:
-    """Every combination; without keeps the usual two of each shape, without dtypes float16, without data gaussian."""
-    return [Load(shape, keep, dtype, distribution) for shape in shapes
-            for keep, dtype, distribution in product(keeps or usual_keeps(shape.head_dim), dtypes or DTYPES[:1],
-                                                     data or DATA[:1])]
-
-
-def select(loads: Iterable[Load], keeps: Iterable[int] | None, dtypes: Iterable[str] | None,
-           data: Iterable[str] | None) -> list[Load]:
-    """Those of `loads` that pass every filter given."""
-    return [load for load in loads if (not keeps or load.keep in keeps) and (not dtypes or load.dtype in dtypes)
-            and (not data or load.data in data)]
-
-
-def expand(loads: Iterable[Load], ops: Iterable[str], backends: Iterable[str], seed: int, repeats: int) -> list[Case]:
-    """Cases in the order operation, load, backend; a backend counts only for operations that have it."""
-    loads, backends = list(dict.fromkeys(loads)), list(backends)
-    return [Case(op, backend, load, seed, repeats) for op in ops for load in loads for backend in backends
-            if backend in BACKENDS.get(op, ())]
+def keep_of(sparsity: float, head_dim: int) -> int:
+    """The channels that stay at a sparsity, as ck.prune counts them."""
+    if not 0 <= sparsity < 1:
+        raise ValueError(f"sparsity {sparsity} is not in [0, 1)")
+    return max(1, int(head_dim * (1 - sparsity) + 1e-6))

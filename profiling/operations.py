@@ -17,52 +17,83 @@ from profiling.cases import Case
 
 @dataclass(frozen=True)
 class InputSet:
-    """One call's operands."""
+    """One call's operands. What an operation does not have is None."""
 
-    sparse: ck.SparseKV  # the compressed cache; for compress: what the call makes of `dense`
-    dense: Tensor        # (B, Hkv, T, D): the decompressed cache, the peers' operand; for compress: what to compress
-    left: Tensor | None  # q (B, Hq, Sq, D) or p (B, Hq, Sq, T); None for compress
-    out: Tensor | None   # (B, Hq, Sq, T) or (B, Hq, Sq, D) in the case's dtype; None for compress
+    sparse: ck.SparseKV | None  # the compressed cache (attention: the keys); for compress: what the call makes of `dense`
+    dense: Tensor               # (B, Hkv, T, D): the decompressed cache, the peers' operand; for compress: what to compress
+    left: Tensor | None         # q (B, Hq, Sq, D) or p (B, Hq, Sq, T)
+    out: Tensor | None          # (B, Hq, Sq, T) for qk, else (B, Hq, Sq, D)
+    sparse_values: ck.SparseKV | None = None  # attention only
+    dense_values: Tensor | None = None        # attention only
+
+    @property
+    def bits_per_element(self) -> float:
+        """Of the cache as stored."""
+        return self.sparse.bits_per_element if self.sparse else 8.0 * self.dense.element_size()
+
+    @property
+    def cache_bytes(self) -> int:
+        """What the operation stores or reads of the cache: keys and values for attention."""
+        caches = (self.sparse, self.sparse_values) if self.sparse else (self.dense, self.dense_values)
+        return sum(cache.nbytes for cache in caches if cache is not None)
 
 
 def prepare(case: Case, device: torch.device) -> InputSet:
-    """Builds a case's inputs on its device."""
-    load, shape, dtype = case.load, case.load.shape, getattr(torch, case.load.dtype)
-    rng = data.generator(device, case.seed)
-    cache = data.cache(load, device, rng)
-    sparse = ck.compress(cache, role=case.role, keep=load.keep)
-    if case.op == "compress":
-        return InputSet(sparse, cache, None, None)
-    # A column of the product is a token for keys, a channel for values.
-    make_left, columns = ((data.queries, shape.tokens) if case.op == "sparse_qk"
-                          else (data.attention_weights, shape.head_dim))
-    out = torch.empty(shape.batch, shape.query_heads, shape.query_tokens, columns, device=device, dtype=dtype)
-    return InputSet(sparse, ck.decompress(sparse), make_left(shape, dtype, device, rng), out)
+    """Builds a case's inputs on its device. A dense operation's cache is not pruned."""
+    shape, dtype, rng = case.load.shape, getattr(torch, case.load.dtype), data.generator(device, case.seed)
+    sparse, dense = _cache(case, case.role, device, rng)
+    if case.product in ("compress", "copy"):
+        return InputSet(sparse, dense, None, None)
+    # A column of the product is a token for qk, else a channel.
+    columns = shape.tokens if case.product == "qk" else shape.head_dim
+    scores = getattr(torch, case.scores_dtype)
+    out = torch.empty(shape.batch, shape.query_heads, shape.query_tokens, columns, device=device,
+                      dtype=scores if case.product == "qk" else dtype)
+    if case.product == "av":
+        return InputSet(sparse, dense, data.attention_weights(shape, scores, device, rng), out)
+    left = data.queries(shape, dtype, device, rng)
+    if case.product == "qk":
+        return InputSet(sparse, dense, left, out)
+    left *= shape.head_dim**0.5  # attention scales by itself
+    return InputSet(sparse, dense, left, out, *_cache(case, "value", device, rng))
+
+
+def _cache(case: Case, role: str, device: torch.device, rng: torch.Generator) -> tuple[ck.SparseKV | None, Tensor]:
+    """(compressed, dense) cache of a role; dense is what it decompresses to, for compress what it is made of."""
+    cache = data.cache(case.load, device, rng)
+    if case.is_dense:
+        return None, cache
+    sparse = ck.compress(cache, role=role, keep=case.load.keep)
+    return sparse, cache if case.op == "compress" else ck.decompress(sparse)
 
 
 def call(case: Case, inputs: InputSet) -> Tensor | ck.SparseKV:
-    """The measured call. Products write the peers' output dtype to a given tensor."""
+    """The measured call of a sparse operation. Products write to a given tensor."""
     if case.op == "sparse_qk":
         out = inputs.out
         return ck.sparse_qk(inputs.left, inputs.sparse, out_dtype=out.dtype, out=out, backend=case.backend)
     if case.op == "sparse_av":
         return ck.sparse_av(inputs.left, inputs.sparse, out=inputs.out, backend=case.backend)
+    if case.op == "sparse_attention":  # not causal, like its peers: every query sees every token
+        return ck.sparse_attention(inputs.left, inputs.sparse, inputs.sparse_values, causal=False, out=inputs.out,
+                                   backend=case.backend)
     if case.op == "compress":
         return ck.compress(inputs.dense, role=case.role, keep=case.load.keep)
     raise ValueError(f"no call for operation {case.op!r}")
 
 
 def bytes_moved(case: Case, inputs: InputSet) -> int:
-    """What a call must at least read and write: the compressed cache, and the dense operands it has."""
+    """What a call must at least read and write: the cache as stored, and the dense operands it has."""
     dense = (inputs.dense,) if case.op == "compress" else (inputs.left, inputs.out)
-    return inputs.sparse.nbytes + sum(t.nbytes for t in dense)
+    return inputs.cache_bytes + sum(t.nbytes for t in dense)
 
 
 def copy_of(case: Case, inputs: InputSet) -> InputSet:
     """The same operands of the call at other addresses; what the call does not touch is shared."""
     if case.op == "compress":
         return replace(inputs, dense=inputs.dense.clone())
-    return replace(inputs, sparse=_copy_of_sparse(inputs.sparse), left=inputs.left.clone(), out=inputs.out.clone())
+    return replace(inputs, sparse=_copy_of_sparse(inputs.sparse), left=inputs.left.clone(), out=inputs.out.clone(),
+                   sparse_values=_copy_of_sparse(inputs.sparse_values) if inputs.sparse_values else None)
 
 
 def _copy_of_sparse(kv: ck.SparseKV) -> ck.SparseKV:

@@ -1,7 +1,8 @@
-"""Times calls with a cold cache: rotating operands, callables interleaved, one sample a call.
+"""Times calls: rotating operands, callables interleaved, one sample a call; or many calls in a CUDA graph.
 
 Each callable comes as a rotation: a list of calls that do the same on operands at different addresses. A rotation whose
-operands together exceed twice the last-level cache finds it cold at every call.
+operands together exceed twice the last-level cache finds it cold at every call; a rotation of one finds it as warm as it gets,
+if nothing else runs in between.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ Call = Callable[[], object]
 MAX_COPIES = 128
 WARM_UP_CALLS = 3
 SLEEP_MARGIN_US = 50.0
+GRAPH_CALLS = 32        # at least so many calls in a graph: the events around it cost about a microsecond
+GRAPH_BELOW_US = 50.0   # "auto" times calls shorter than this in a graph
 
 
 @dataclass(frozen=True)
@@ -84,8 +87,12 @@ def timer(device: torch.device, clock_mhz: float | None) -> CpuTimer | CudaTimer
     return CudaTimer(clock_mhz or 2000.0) if device.type == "cuda" else CpuTimer()
 
 
-def measure(rotations: Mapping[str, Sequence[Call]], repeats: int, clock: CpuTimer | CudaTimer) -> dict[str, Timing]:
-    """Times every rotation `repeats` times, all in turn, so that drift of clocks and load meets them alike."""
+def measure(rotations: Mapping[str, Sequence[Call]], repeats: int, clock: CpuTimer | CudaTimer,
+            interleaved: bool = True) -> dict[str, Timing]:
+    """Times every rotation `repeats` times: all in turn, so that drift of clocks and load meets them alike, or, to leave the
+    cache to each, one after the other."""
+    if not interleaved:
+        return {name: measure({name: calls}, repeats, clock)[name] for name, calls in rotations.items()}
     samples: dict[str, list[float]] = {name: [] for name in rotations}
     for calls in rotations.values():
         # The last ones of a rotation, so that the first samples find their operands cold.
@@ -94,3 +101,26 @@ def measure(rotations: Mapping[str, Sequence[Call]], repeats: int, clock: CpuTim
         for name, calls in rotations.items():
             samples[name].append(clock.sample(calls[i % len(calls)]))
     return {name: Timing.of(values) for name, values in samples.items()}
+
+
+def measure_graphs(rotations: Mapping[str, Sequence[Call]], repeats: int, clock: CudaTimer,
+                   interleaved: bool = True) -> dict[str, Timing]:
+    """Times a call as part of a CUDA graph of many: what it takes where launches cost nothing and kernels follow closely."""
+    graphs = {name: _graph(calls) for name, calls in rotations.items()}
+    timings = measure({name: [graph.replay] for name, (graph, _) in graphs.items()}, repeats, clock, interleaved)
+    return {name: Timing(timing.median_us / graphs[name][1], timing.iqr_us / graphs[name][1])
+            for name, timing in timings.items()}
+
+
+def _graph(calls: Sequence[Call]) -> tuple[torch.cuda.CUDAGraph, int]:
+    """(a graph of whole rounds of a rotation, its number of calls)."""
+    rounds = math.ceil(GRAPH_CALLS / len(calls))
+    for call in calls[:WARM_UP_CALLS]:  # loads modules, which a capture must not do
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(rounds):
+            for call in calls:
+                call()
+    return graph, rounds * len(calls)

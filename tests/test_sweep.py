@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import profiling
-from profiling import cases, check, data, decode_microbench, operations, peers, report, sweep, timing
-from profiling.cases import Case, Load, Shape
+from profiling import cases, check, data, decode_microbench, operations, peers, rows, run, selection, suites, sweep, timing
+from profiling.cases import Block, Case, Load, Shape
 
 SHAPE = "1,4,2,2,200,64"
 TINY = ["--shape", SHAPE, "--keep", "19", "--backend", "cpu", "--repeats", "3"]
@@ -25,8 +25,8 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def small_cache(monkeypatch):
     """Few operand sets are enough to leave a small cache."""
-    real = sweep.environment
-    monkeypatch.setattr(sweep, "environment", lambda device: dataclasses.replace(real(device), cache_bytes=1 << 18))
+    real = run.environment
+    monkeypatch.setattr(run, "environment", lambda device: dataclasses.replace(real(device), cache_bytes=1 << 18))
 
 
 def read(folder):
@@ -40,7 +40,7 @@ def test_rows_and_files(tmp_path, capsys):
     table, objects = read(tmp_path)
     assert [(r["op"], r["dtype"]) for r in objects] == [
         (op, dtype) for op in ("sparse_qk", "sparse_av", "compress") for dtype in ("float16", "bfloat16")]
-    assert list(table[0]) == list(objects[0]) == list(report.FIELDS)
+    assert list(table[0]) == list(objects[0]) == [name for name in rows.FIELDS if name not in rows.COUNTERS]
     for line, row in zip(table, objects, strict=True):
         assert line == {name: "" if value is None else str(value) for name, value in row.items()}
         assert [row[name] for name in ("B", "Hq", "Hkv", "Sq", "T", "D")] == [1, 4, 2, 2, 200, 64]
@@ -49,12 +49,13 @@ def test_rows_and_files(tmp_path, capsys):
         assert row["median_us"] > 0 and row["iqr_us"] >= 0 and row["tb_per_s"] > 0
         assert row["ratio"] == pytest.approx(row["peer_us"] / row["median_us"], rel=1e-4)
         assert row["rel_err"] <= row["tolerance"] and row["status"] == "ok"
+        assert row["cache_tb_per_s"] < row["tb_per_s"] and row["peer_rel_err"] <= 1e-2
         assert 19 / 64 * 16 < row["bits_per_element"] < 16
         assert row["elements_per_clk_sm"] is None and row["threads"] == torch.get_num_threads()
         assert row["torch"] == torch.__version__ and row["device"] and row["commit"] and row["timestamp"]
     assert "float16 | gaussian" in (tmp_path / "sweep.md").read_text(encoding="utf-8")
     printed = capsys.readouterr().out
-    assert "left out: sparse_attention" in printed and f"wrote {tmp_path / 'sweep.csv'}" in printed
+    assert "sparse_attention has no cpu kernels yet" in printed and f"wrote {tmp_path / 'sweep.csv'}" in printed
 
 
 def test_a_row_names_the_command_that_reproduces_it(tmp_path):
@@ -69,15 +70,15 @@ def test_a_row_names_the_command_that_reproduces_it(tmp_path):
 
 
 def test_interrupt_keeps_finished_rows(tmp_path, capsys, monkeypatch):
-    measure_case, calls = sweep.measure_case, []
+    measure_case, calls = run.measure_case, []
 
-    def interrupted_after_one(case, env):
+    def interrupted_after_one(case, env, wanted):
         if calls:
             raise KeyboardInterrupt
         calls.append(case)
-        return measure_case(case, env)
+        return measure_case(case, env, wanted)
 
-    monkeypatch.setattr(sweep, "measure_case", interrupted_after_one)
+    monkeypatch.setattr(run, "measure_case", interrupted_after_one)
     assert sweep.main([*TINY, "--out", str(tmp_path)]) == 130
     table, objects = read(tmp_path)
     assert len(table) == len(objects) == 1
@@ -113,24 +114,24 @@ def test_what_cannot_run_is_skipped(capsys, monkeypatch):
 
 
 def test_errors_of_a_case_are_reasons(tmp_path, capsys, monkeypatch):
-    measure_case = sweep.measure_case
+    measure_case = run.measure_case
 
-    def no_values(case, env):
+    def no_values(case, env, wanted):
         if case.op == "sparse_av":
             raise RuntimeError("head_dim 64 is not instantiated")
-        return measure_case(case, env)
+        return measure_case(case, env, wanted)
 
-    monkeypatch.setattr(sweep, "measure_case", no_values)
+    monkeypatch.setattr(run, "measure_case", no_values)
     assert sweep.main([*TINY, "--out", str(tmp_path)]) == 0
     assert [row["op"] for row in read(tmp_path)[1]] == ["sparse_qk", "compress"]
     assert "head_dim 64 is not instantiated" in capsys.readouterr().out
 
 
 def test_a_lost_device_stops_the_sweep(tmp_path, monkeypatch):
-    def lost(case, env):
+    def lost(case, env, wanted):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(sweep, "measure_case", lost)
+    monkeypatch.setattr(run, "measure_case", lost)
     assert sweep.main([*TINY, "--out", str(tmp_path)]) == 1
     assert not list(tmp_path.iterdir())
 
@@ -140,14 +141,20 @@ def test_only_a_complete_default_sweep_writes_results(tmp_path, monkeypatch):
     monkeypatch.setattr(sweep, "RESULTS", results)
     monkeypatch.setattr(sweep, "SCRATCH", scratch)
     monkeypatch.setattr(sweep.ck, "backends", lambda: {"cpu": "ok", "sm80": "no device"})
-    load = Load(Shape.parse(SHAPE), 19)
-    monkeypatch.setattr(cases, "default_loads", lambda device, quick: [load])
-    monkeypatch.setattr(sweep, "REPEATS", 3)
+    tiny = Block(("compress",), (Load(Shape.parse(SHAPE), 19),))
+    monkeypatch.setattr(suites, "quick", lambda device: [tiny])
+    for name in suites.SUITES:
+        monkeypatch.setitem(suites.SUITES, name, suites.Suite("", lambda device: [tiny]))
+    monkeypatch.setattr(selection, "REPEATS", 3)
     assert sweep.main(["--op", "compress"]) == 0
     assert sweep.main(["--quick"]) == 0
     assert not results.exists() and len(list(scratch.glob("cpu-*/sweep.csv"))) == 1
+    assert sweep.main(["--suite", "compress"]) == 0
+    assert not results.exists()
     assert sweep.main([]) == 0
     assert len(list(results.glob("cpu-*/sweep.csv"))) == 1
+    assert sweep.main(["--suite", "readme"]) == 0
+    assert len(list(results.glob("cpu-*/readme.csv"))) == 1
 
 
 def test_list(capsys):
@@ -205,12 +212,13 @@ def test_decode_microbench_says_what_is_missing(capsys, monkeypatch):
 def test_every_form_of_the_peer_computes_the_product(op):
     case = Case(op, "cpu", Load(Shape(2, 6, 2, 3, 130, 64), 19, "bfloat16"))
     inputs = operations.prepare(case, CPU)
-    (peer,) = peers.peers(case, inputs)
+    (plugin,) = peers.of(case, "cpu", None)
+    peer = plugin.peer(case, inputs)
     assert len(peer.forms) > 1
     for form in peer.forms:
         out = peer.operands[-1].fill_(float("nan"))
         peer.rotation(form, 2)[0]()
-        assert check.product_error(case, inputs.left, inputs.dense, out) < 1e-2
+        assert check.relative_error(case, inputs, out) < 1e-2
 
 
 def test_oracle_keeps_the_largest_and_the_lower_of_equals():

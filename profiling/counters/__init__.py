@@ -1,0 +1,1 @@
+"""Hardware counters of a sweep's cases, by way of Nsight Compute."""

@@ -1,0 +1,78 @@
+"""From a report of Nsight Compute to counters: which kernels belong to which case, and the values of their metrics.
+
+Works on the objects of the ncu_report module: a context of ranges of actions (profiled kernels) with metrics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from profiling.counters.fields import METRICS, STALLS, Counters, stall_metric
+from profiling.counters.verdict import verdict
+from profiling.rows import rounded
+
+LABEL = "case "  # names of the NVTX ranges: "case 0", "case 1", ...
+# Reports hold base units; these are here in case one does not.
+_TO_BASE = {"us": 1e3, "usecond": 1e3, "ms": 1e6, "msecond": 1e6, "s": 1e9, "second": 1e9,
+            "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9}
+
+
+def kernels_by_case(context: Any) -> dict[int, list[Any]]:
+    """Case index -> its profiled kernels, in order."""
+    found: dict[int, list[Any]] = {}
+    for action in _actions(context):
+        index = next((int(name.removeprefix(LABEL)) for name in _nvtx_ranges(action) if name.startswith(LABEL)), None)
+        if index is not None:
+            found.setdefault(index, []).append(action)
+    return found
+
+
+def counters_of(kernels: Iterable[Any], elements: int, multiprocessors: int | None) -> Counters:
+    """The counters of one call. elements: those that it reads of the cache."""
+    kernels = list(kernels)
+    times = [value(kernel, METRICS["ncu_kernel_us"]) or 0.0 for kernel in kernels]  # ns
+    longest = kernels[times.index(max(times))]
+    fields: dict[str, Any] = {name: value(longest, metric) for name, metric in METRICS.items()}
+    cycles, ns, nbytes = fields.pop("ncu_cycles"), fields["ncu_kernel_us"], fields["ncu_dram_mb"]
+    fields["ncu_kernel_us"] = ns / 1e3 if ns else None
+    fields["ncu_dram_mb"] = None if nbytes is None else nbytes / 1e6
+    fields["ncu_dram_tb_per_s"] = nbytes / ns / 1e3 if nbytes and ns else None  # bytes a ns are 1e-3 TB/s
+    fields["ncu_clock_mhz"] = cycles / ns * 1e3 if cycles and ns else None
+    if cycles and multiprocessors:
+        fields["ncu_elements_per_clk_sm"] = elements / (cycles * multiprocessors)
+    fields = {name: None if number is None else rounded(number, 4) for name, number in fields.items()}
+    if fields["ncu_registers"] is not None:
+        fields["ncu_registers"] = int(fields["ncu_registers"])
+    stalls = {reason: value(longest, stall_metric(reason)) or 0.0 for reason in STALLS if reason != "not_selected"}
+    stall = max(stalls, key=lambda reason: stalls[reason])
+    if stalls[stall] > 0:
+        fields |= {"ncu_stall": stall, "ncu_stall_warps": rounded(stalls[stall], 3)}
+    counted = Counters(ncu_kernel=str(longest.name()), ncu_kernels=len(kernels), ncu_us=rounded(sum(times) / 1e3),
+                       **fields)
+    return Counters(**{**vars(counted), "ncu_verdict": verdict(counted)})
+
+
+def value(action: Any, metric_name: str) -> float | None:
+    """A metric's value in base units (ns, bytes, %), or None if the chip does not have it."""
+    metric = action.metric_by_name(metric_name)
+    if metric is None or not metric.has_value():
+        return None
+    number = metric.as_double()
+    if number != number:  # NaN: not available
+        return None
+    return number * _TO_BASE.get(metric.unit(), 1.0)
+
+
+def _actions(context: Any) -> Iterator[Any]:
+    for i in range(context.num_ranges()):
+        found = context.range_by_idx(i)
+        for j in range(found.num_actions()):
+            yield found.action_by_idx(j)
+
+
+def _nvtx_ranges(action: Any) -> Iterator[str]:
+    """Names of the push/pop ranges around a kernel, in all domains."""
+    state = action.nvtx_state()
+    for domain in state.domains() if state is not None else ():
+        yield from state.domain_by_id(domain).push_pop_ranges()

@@ -1,0 +1,46 @@
+"""torch's scaled_dot_product_attention on the dense cache, one plug-in for each of its GPU backends and one for the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from profiling.cases import Case
+from profiling.operations import InputSet
+from profiling.peers.base import Peer, Plugin, dense_peer
+
+_BACKENDS = {"sdpa flash": SDPBackend.FLASH_ATTENTION, "sdpa cudnn": SDPBackend.CUDNN_ATTENTION,
+             "sdpa efficient": SDPBackend.EFFICIENT_ATTENTION}
+
+
+def _attention(backend: SDPBackend | None, folded: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Not causal, so query heads of a group may be folded into rows of one head, which reads each KV head once."""
+    if folded:
+        q = q.view(k.shape[0], k.shape[1], -1, k.shape[3])
+    grouped = q.shape[1] != k.shape[1]
+    if backend is None:
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped)
+    with sdpa_kernel(backend):
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped)
+
+
+def _build(name: str, case: Case, inputs: InputSet) -> Peer:
+    backend = _BACKENDS.get(name)
+    forms: dict[str, Callable[..., Tensor]] = {"gqa": partial(_attention, backend, False)}
+    if case.load.shape.query_heads != case.load.shape.kv_heads:
+        forms["folded"] = partial(_attention, backend, True)
+    caches = (inputs.dense, inputs.dense_values)
+    peer = dense_peer(name, (inputs.left, *caches), forms, caches)
+    return Peer(peer.name, peer.operands, peer.forms, peer.cache_bytes, peer.bits_per_element, peer.tolerance,
+                peer.bytes_moved + inputs.left.nbytes)  # the output is as large as q
+
+
+def _plugin(name: str, device: str) -> Plugin:
+    return Plugin(name, ("attention",), (device,), partial(_build, name))
+
+
+PLUGINS = (*(_plugin(name, "cuda") for name in _BACKENDS), _plugin("sdpa", "cpu"))

@@ -1,0 +1,114 @@
+"""Suites: the named lists of cases. Without a name a sweep measures all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from profiling.cases import EQUAL_BLOCK, Block, Load, Shape, usual_keeps
+
+PRODUCTS = ("sparse_qk", "sparse_av")
+DENSE = ("dense_qk", "dense_av", "dense_attention", "copy")
+
+
+@dataclass(frozen=True)
+class Suite:
+    """`blocks` takes the kind of device, "cuda" or "cpu": a CPU's lists are scaled down."""
+
+    about: str
+    blocks: Callable[[str], list[Block]]
+
+
+def default_loads(device: str) -> list[Load]:
+    """The project's figures with both distributions; bf16 and equal streams on the first, then its variants."""
+    headline, variants = figures(device)[0], _variants(device)
+    loads = [Load(s, k, data=d) for s in figures(device) for k in usual_keeps(s.head_dim) for d in ("gaussian", "outlier")]
+    loads += [Load(headline, k, dtype="bfloat16") for k in usual_keeps(headline.head_dim)]
+    loads += [Load(headline, _multiple(k), data="equal") for k in usual_keeps(headline.head_dim)]
+    return loads + [Load(s, k) for s in variants for k in usual_keeps(s.head_dim)]
+
+
+def figures(device: str) -> list[Shape]:
+    """The shapes that the README quotes; the first is the headline."""
+    if device == "cpu":
+        return [Shape(1, 32, 8, 1, 8192, 128), Shape(1, 8, 8, 1, 4096, 128)]
+    return [Shape(8, 32, 8, 1, 16384, 128), Shape(8, 64, 8, 1, 16384, 128), Shape(8, 32, 32, 1, 4096, 128),
+            Shape(1, 32, 8, 1, 32768, 128), Shape(8, 32, 8, 1, 4096, 128)]
+
+
+def _variants(device: str) -> list[Shape]:
+    if device == "cpu":
+        return [Shape(1, 32, 8, 1, 8192, 64), Shape(1, 32, 8, 1, 4096, 256), Shape(1, 32, 8, 16, 4096, 128)]
+    return [Shape(8, 32, 8, 1, 16384, 64), Shape(8, 32, 8, 1, 16384, 256), Shape(8, 32, 8, 16, 16384, 128)]
+
+
+def _multiple(keep: int) -> int:
+    return -(-keep // EQUAL_BLOCK) * EQUAL_BLOCK
+
+
+def _usual(shapes: Iterable[Shape]) -> tuple[Load, ...]:
+    return tuple(Load(s, k) for s in shapes for k in usual_keeps(s.head_dim))
+
+
+def _product(op: str) -> Callable[[str], list[Block]]:
+    def blocks(device: str) -> list[Block]:
+        return [Block((op,), tuple(default_loads(device))),
+                Block((op,), _usual(figures(device)[:1]), scores=("float32",))]
+    return blocks
+
+
+def _attention(device: str) -> list[Block]:
+    return [Block(("sparse_attention", "dense_attention"), _usual(figures(device)))]
+
+
+def _sparsity(device: str) -> list[Block]:
+    """The usual keeps, and every eighth of the channels."""
+    headline = figures(device)[0]
+    keeps = sorted({*range(16, headline.head_dim, 16), *usual_keeps(headline.head_dim)}, reverse=True)
+    loads = tuple(Load(headline, keep) for keep in keeps)
+    return [Block((*PRODUCTS, "sparse_attention"), loads),
+            Block(PRODUCTS[:1], tuple(Load(headline, keep, data="outlier") for keep in keeps))]
+
+
+def _tokens(device: str) -> list[Block]:
+    """One batch row of 32 query heads on 8 KV heads, 1 K to 1 M tokens (a CPU: to 64 K)."""
+    last = 16 if device == "cpu" else 20
+    shapes = [Shape(1, 32, 8, 1, 1 << bits, 128) for bits in range(10, last + 1)]
+    return [Block((*PRODUCTS, "sparse_attention"), tuple(Load(s, usual_keeps(128)[0]) for s in shapes))]
+
+
+def _short(device: str) -> list[Block]:
+    """Kernels of some microseconds, where a launch counts: warm and cold, alone and one after the other in a graph."""
+    shapes = [Shape(1, 32, 8, 1, tokens, 128) for tokens in (1024, 4096, 8192)]
+    timings = ("events", "graph") if device == "cuda" else ("events",)
+    return [Block(PRODUCTS, _usual(shapes), caches=("cold", "warm"), timings=timings)]
+
+
+def _readme(device: str) -> list[Block]:
+    return [Block(PRODUCTS, _usual(figures(device)))]
+
+
+SUITES = {
+    "qk": Suite("sparse_qk beside the dense product, and with float32 logits", _product("sparse_qk")),
+    "av": Suite("sparse_av beside the dense product, and with float32 p, as the README uses it", _product("sparse_av")),
+    "attention": Suite("sparse_attention beside dense attention, and dense attention for itself", _attention),
+    "compress": Suite("compress beside a copy", lambda device: [Block(("compress",), tuple(default_loads(device)))]),
+    "peers": Suite("the peers for themselves, and a copy: the bandwidth there is",
+                   lambda device: [Block(DENSE, _usual(figures(device)))]),
+    "sparsity": Suite("every operation against the share of elements pruned", _sparsity),
+    "tokens": Suite("every operation against the number of tokens", _tokens),
+    "short": Suite("small caches: cold and warm, single calls and CUDA graphs", _short),
+    "readme": Suite("the figures that the README quotes", _readme),
+}
+
+
+def quick(device: str) -> list[Block]:
+    """A smoke test of small shapes."""
+    if device == "cpu":
+        shape, odd = Shape(1, 32, 8, 1, 4096, 128), Shape(1, 8, 2, 4, 4000, 64)
+    else:
+        shape, odd = Shape(8, 32, 8, 1, 4096, 128), Shape(8, 32, 8, 4, 4000, 64)
+    loads = (Load(shape, 38), Load(shape, 64), Load(shape, 38, data="outlier"), Load(shape, 64, data="equal"),
+             Load(shape, 38, dtype="bfloat16"), Load(odd, 19))
+    return [Block((*PRODUCTS, "compress"), loads), Block(("sparse_av",), loads[:1], scores=("float32",)),
+            Block(("dense_attention",), loads[:1])]
