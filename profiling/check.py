@@ -34,7 +34,7 @@ def relative_error(case: Case, inputs: InputSet, result: Tensor | ck.SparseKV) -
 
 
 def expected(case: Case, inputs: InputSet) -> Iterator[Tensor]:
-    """The float64 result (rows, T or D) of one KV head after the other; rows: query heads of the group, query tokens."""
+    """The float64 result (rows, T or D) of one KV head after the other; rows: the group's query heads, query tokens."""
     shape = case.load.shape
     left, cache = inputs.left.reshape(shape.heads, shape.rows, -1), inputs.dense.flatten(0, 1)
     for i in range(shape.heads):

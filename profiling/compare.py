@@ -1,7 +1,8 @@
 """Which rows moved since an older sweep: python -m profiling.compare OLD.json NEW.json [--all].
 
-A time has moved if its medians differ by more than the noise: 3 % of the older one, or the sum of the interquartile ranges if
-that is more. When the peer's time, measured in turn with it, moved by as much, the machine did, and not the kernel.
+A time has moved if its medians differ by more than the noise: 3 % of the older one, or the sum of the interquartile
+ranges if that is more. When the peer's time, measured in turn with it, moved by as much, the machine did, and not the
+kernel.
 Exit status: 0 nothing got slower or wrong, 1 something did, 2 the files cannot be compared.
 """
 

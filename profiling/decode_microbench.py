@@ -62,6 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--arch", default=DEFAULT_ARCH_LIST, metavar="LIST",
                         help="compute capabilities to build for (default: %(default)s)")
     parser.add_argument("--build-only", action="store_true", help="compile and stop: needs nvcc, but no GPU")
+    parser.add_argument("--out", type=Path, metavar="FILE.csv",
+                        help="keep the rows; profiling/results/DEVICE/decode.csv gives the roofline its decoding roofs")
     args = parser.parse_args(arguments)
     try:
         program = build(parse_arch_list(args.arch))
@@ -77,6 +79,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check = "ok" if row["wrong"] == "0" else f"{row['wrong']} elements WRONG"
         print(f"{row['scheme']:15} {row['density']:>7} {row['warps']:>8} {row['elements_per_clk_sm']:>15} "
               f"{row['gigaelements_per_s']:>12}  {check}")
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        with args.out.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
     return 0 if all(row["wrong"] == "0" for row in rows) else 1
 
 

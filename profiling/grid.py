@@ -1,7 +1,8 @@
 """Grids: cases from lists of sizes, as words of the command line or as a YAML or JSON file.
 
-A grid names lists for B, Hq, Hkv, Sq, T, D, keep or sparsity, dtype, data, scores, cache, timing, op and backend; it stands
-for every combination. Sizes may be ranges: 1024..65536 doubles from one end to the other, 16..128+16 counts in steps.
+A grid names lists for B, Hq, Hkv, Sq, T, D, keep or sparsity, dtype, data, scores, cache, timing, op and backend; it
+stands for every combination. Sizes may be ranges: 1024..65536 doubles from one end to the other, 16..128+16 counts in
+steps.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from itertools import product
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -85,11 +87,11 @@ def block(lists: Mapping[str, Any]) -> Block:
             raise ValueError(f"grid: {key} {', '.join(wrong)}: takes {', '.join(filter(None, allowed))}")
     sizes = {key: [n for word in words[key] for n in _sizes(key, word)] if key in words else default
              for key, default in SIZES.items()}
+    if (count := prod(map(len, sizes.values()))) > MAX_LENGTH:
+        raise ValueError(f"grid: {count} shapes are more than {MAX_LENGTH}")
     shapes = [Shape(*combination) for combination in product(*sizes.values())]
     loads = tuple(Load(shape, keep, dtype, data) for shape in shapes for keep in _keeps(words, shape.head_dim)
                   for dtype in words.get("dtype", cases.DTYPES[:1]) for data in words.get("data", cases.DATA[:1]))
-    if len(loads) > MAX_LENGTH:
-        raise ValueError(f"grid: {len(loads)} loads are more than {MAX_LENGTH}")
     return Block(tuple(words.get("op", cases.SPARSE_OPS)), loads, tuple(words.get("backend", ())),
                  tuple(words.get("scores", ("",))), tuple(words.get("cache", cases.CACHES[:1])),
                  tuple(words.get("timing", cases.TIMINGS[:1])))
@@ -106,7 +108,8 @@ def _sizes(key: str, word: str) -> list[int]:
             return list(range(first, last + 1, step)) if step else _doubling(first, last)
     elif word.isdigit() and int(word) > 0:
         return [int(word)]
-    raise ValueError(f"grid: {key} '{word}' is neither a positive integer nor a range such as 1024..65536 or 16..128+16")
+    raise ValueError(f"grid: {key} '{word}' is neither a positive integer nor a range such as 1024..65536 or "
+                     "16..128+16")
 
 
 def _doubling(first: int, last: int) -> list[int]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from profiling import check, operations, peers, timing
 from profiling.cases import Case
 from profiling.environment import Environment
-from profiling.peers import Peer, Unavailable
+from profiling.peers import Unavailable
 from profiling.rows import Row, rounded
 
 
@@ -132,12 +132,12 @@ def _row(case: Case, env: Environment, bits_per_element: float, cache_bytes: int
         check=check.METHOD, bits_per_element=rounded(bits_per_element), elements_per_clk_sm=rate,
         sm_clock_mhz=env.clock_mhz, multiprocessors=env.multiprocessors, threads=env.threads,
         repeats=case.repeats, seed=case.seed, torch=env.torch, driver=env.driver, commit=env.commit,
-        timestamp=env.timestamp, command=replace(case, timing=how).command, scores=case.scores, cache=case.cache, timing=how,
-        cache_tb_per_s=rounded(cache_bytes / us / 1e6), **peer)
+        timestamp=env.timestamp, command=replace(case, timing=how).command, scores=case.scores, cache=case.cache,
+        timing=how, cache_tb_per_s=rounded(cache_bytes / us / 1e6), **peer)
 
 
 def is_fatal(error: Exception) -> bool:
-    """Whether the device is lost for this process: after an illegal access every further call fails. A failed capture is not
-    fatal."""
+    """Whether the device is lost for this process: after an illegal access every further call fails, but not after a
+    failed capture."""
     is_cuda = isinstance(error, getattr(torch, "AcceleratorError", ())) or "CUDA error" in str(error)
     return is_cuda and "captur" not in str(error)

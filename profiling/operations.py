@@ -19,8 +19,8 @@ from profiling.cases import Case
 class InputSet:
     """One call's operands. What an operation does not have is None."""
 
-    sparse: ck.SparseKV | None  # the compressed cache (attention: the keys); for compress: what the call makes of `dense`
-    dense: Tensor               # (B, Hkv, T, D): the decompressed cache, the peers' operand; for compress: what to compress
+    sparse: ck.SparseKV | None  # the compressed cache (attention: the keys); for compress: what it makes of `dense`
+    dense: Tensor               # (B, Hkv, T, D): the decompressed cache, the peers' operand; for compress: its input
     left: Tensor | None         # q (B, Hq, Sq, D) or p (B, Hq, Sq, T)
     out: Tensor | None          # (B, Hq, Sq, T) for qk, else (B, Hq, Sq, D)
     sparse_values: ck.SparseKV | None = None  # attention only

@@ -33,8 +33,8 @@ grids: --grid T=1024..65536 keep=38,64 B=1,8 data=gaussian,outlier; a range doub
     - {{op: sparse_qk, T: [4096, 16384], sparsity: [0.5, 0.7], cache: [cold, warm]}}
 
 Files: sweep.csv, sweep.json, sweep.md. A complete sweep of all suites writes to profiling/results/DEVICE/, a complete
---suite readme writes readme.* there; everything else writes to build/sweep/DEVICE/, so it never replaces committed rows;
---out DIR overrides both. python -m profiling.report makes plots and the README's table of them.
+--suite readme writes readme.* there; everything else writes to build/sweep/DEVICE/, so it never replaces committed
+rows; --out DIR overrides both. python -m profiling.report makes plots and the README's table of them.
 
 Exit status: 0 every row within tolerance; 1 a result was inaccurate or the device failed; 2 wrong arguments or nothing
 measured; 130 interrupted, the finished rows are written."""
@@ -61,8 +61,8 @@ def _what(add) -> None:
     add("--grid-file", action="append", type=Path, metavar="FILE", help="suites and grids of a YAML or JSON file")
     add("--op", action="append", choices=cases.OPS, help="operation to measure (default: all)")
     add("--backend", action="append", metavar="NAME",
-        help="backend to measure (default: all of the device): a name of cute_kernels.backends(); for compress cpu or cuda; "
-             "for a dense operation a peer")
+        help="backend to measure (default: all of the device): a name of cute_kernels.backends(); for compress cpu or "
+             "cuda; for a dense operation a peer")
     add("--shape", action="append", type=_shape, metavar="B,Hq,Hkv,Sq,T,D",
         help="batch, query heads, KV heads, query tokens, cached tokens, head dim; such as 8,32,8,1,16384,128")
     add("--keep", action="append", type=_positive, metavar="N", help="channels kept of each token")
@@ -72,7 +72,8 @@ def _what(add) -> None:
     add("--scores", action="append", choices=("float16", "bfloat16", "float32"),
         help="dtype of sparse_qk's logits and sparse_av's p (default: the cache's)")
     add("--peer", action="append", metavar="NAME", help="peer beside which to measure (default: all that can)")
-    add("--plugin", action="append", default=[], metavar="MODULE", help="module with more peers: profiling/peers/base.py")
+    add("--plugin", action="append", default=[], metavar="MODULE",
+        help="module with more peers: profiling/peers/base.py")
     add("--quick", action="store_true", help="a short list of small shapes: a smoke test, no figures to quote")
 
 

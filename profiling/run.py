@@ -56,7 +56,7 @@ class Run:
             for row in self._earlier)
 
     def measure(self, chosen: Sequence[Case], save: Callable[[], object] = lambda: None) -> None:
-        """Adds the rows of each case and calls `save` now and then; a case that cannot run is skipped with its reason."""
+        """Adds the rows of each case, calling `save` now and then; one that cannot run is skipped with its reason."""
         saved = time.monotonic()
         with Progress(len(chosen)) as progress:
             for case in chosen:

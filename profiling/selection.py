@@ -36,7 +36,7 @@ def choose(args: argparse.Namespace, backends: Mapping[str, str]) -> list[Case]:
 
 
 def is_complete(args: argparse.Namespace) -> str:
-    """The name of the results that the rows are all of: "sweep" of all suites, "readme", or "" for part of something."""
+    """The name of the results that the rows are all of: "sweep" of all suites, "readme", or "" for a part."""
     own = (args.op, args.backend, args.shape, args.keep, args.dtype, args.data, args.scores, args.cache, args.peer,
            args.grid, args.grid_file, args.timing, args.plugin)
     if args.quick or any(own) or args.repeats is not None or args.seed != 0:

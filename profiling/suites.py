@@ -22,7 +22,8 @@ class Suite:
 def default_loads(device: str) -> list[Load]:
     """The project's figures with both distributions; bf16 and equal streams on the first, then its variants."""
     headline, variants = figures(device)[0], _variants(device)
-    loads = [Load(s, k, data=d) for s in figures(device) for k in usual_keeps(s.head_dim) for d in ("gaussian", "outlier")]
+    loads = [Load(s, k, data=d) for s in figures(device) for k in usual_keeps(s.head_dim)
+             for d in ("gaussian", "outlier")]
     loads += [Load(headline, k, dtype="bfloat16") for k in usual_keeps(headline.head_dim)]
     loads += [Load(headline, _multiple(k), data="equal") for k in usual_keeps(headline.head_dim)]
     return loads + [Load(s, k) for s in variants for k in usual_keeps(s.head_dim)]

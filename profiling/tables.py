@@ -43,8 +43,8 @@ def markdown(rows: Sequence[Row]) -> str:
         f"{r.device}, torch {r.torch}, " + (f"driver {r.driver}, " if r.driver else "")
         + (f"{r.threads} threads, " if r.threads else "") + f"commit {r.commit}, {r.timestamp}" for r in rows)
     lines = ["# Sweep", "", *(f"{setting}." for setting in settings), "",
-             "Medians of single calls, cold cache unless data says otherwise. ratio = peer us / us. TB/s: the cache as stored "
-             "and the dense operands; cache TB/s: the cache alone.",
+             "Medians of single calls, cold cache unless data says otherwise. ratio = peer us / us. TB/s: the cache as "
+             "stored and the dense operands; cache TB/s: the cache alone.",
              "`~` marks a ratio of widely scattered times, `!` a result beyond its tolerance.", ""]
     lines += markdown_table(HEADER, map(_cells, rows))
     counted = _counted(rows)

@@ -1,8 +1,8 @@
 """Times calls: rotating operands, callables interleaved, one sample a call; or many calls in a CUDA graph.
 
 Each callable comes as a rotation: a list of calls that do the same on operands at different addresses. A rotation whose
-operands together exceed twice the last-level cache finds it cold at every call; a rotation of one finds it as warm as it gets,
-if nothing else runs in between.
+operands together exceed twice the last-level cache finds it cold at every call; a rotation of one finds it as warm as
+it gets, if nothing else runs in between.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def timer(device: torch.device, clock_mhz: float | None) -> CpuTimer | CudaTimer
 
 def measure(rotations: Mapping[str, Sequence[Call]], repeats: int, clock: CpuTimer | CudaTimer,
             interleaved: bool = True) -> dict[str, Timing]:
-    """Times every rotation `repeats` times: all in turn, so that drift of clocks and load meets them alike, or, to leave the
-    cache to each, one after the other."""
+    """Times every rotation `repeats` times: all in turn, so that drift of clocks and load meets them alike, or, to
+    leave the cache to each, one after the other."""
     if not interleaved:
         return {name: measure({name: calls}, repeats, clock)[name] for name, calls in rotations.items()}
     samples: dict[str, list[float]] = {name: [] for name in rotations}
@@ -105,7 +105,7 @@ def measure(rotations: Mapping[str, Sequence[Call]], repeats: int, clock: CpuTim
 
 def measure_graphs(rotations: Mapping[str, Sequence[Call]], repeats: int, clock: CudaTimer,
                    interleaved: bool = True) -> dict[str, Timing]:
-    """Times a call as part of a CUDA graph of many: what it takes where launches cost nothing and kernels follow closely."""
+    """Times a call as part of a CUDA graph of many: what it takes where launches cost nothing and kernels follow on."""
     graphs = {name: _graph(calls) for name, calls in rotations.items()}
     timings = measure({name: [graph.replay] for name, (graph, _) in graphs.items()}, repeats, clock, interleaved)
     return {name: Timing(timing.median_us / graphs[name][1], timing.iqr_us / graphs[name][1])

@@ -14,7 +14,9 @@ import pytest
 import torch
 
 import profiling
-from profiling import cases, check, data, decode_microbench, operations, peers, rows, run, selection, suites, sweep, timing
+from profiling import (
+    cases, check, data, decode_microbench, operations, peers, rows, run, selection, suites, sweep, timing
+)
 from profiling.cases import Block, Case, Load, Shape
 
 SHAPE = "1,4,2,2,200,64"

@@ -68,7 +68,7 @@ def collect(forms: Mapping[Case, str], options: Options) -> dict[Case, Counters]
             listing = Path(folder) / f"{cache}.json"
             listing.write_text(json.dumps({"plugins": options.plugins, "cases": numbered}), encoding="utf-8")
             _profile(command(ncu, report, listing, options.clock_control, cache), report)
-            for index, kernels in kernels_by_case(module.load_report(str(report))).items():
+            for index, kernels in kernels_by_case(_loaded(module, report)).items():
                 case = chosen[index]
                 found[case] = counters_of(kernels, case.elements, multiprocessors)
     if not found:
@@ -111,8 +111,8 @@ def find_module(ncu: Path) -> ModuleType:
                 return importlib.import_module("ncu_report")
             except ImportError as error:
                 reason = str(error)
-    raise CountersError(f"cannot import ncu_report ({reason}): pip install 'cute-kernels[profile]', or ncu-report not older "
-                        f"than {ncu}")
+    raise CountersError(f"cannot import ncu_report ({reason}): pip install 'cute-kernels[profile]', or an ncu-report "
+                        f"not older than {ncu}")
 
 
 def _module_folders(ncu: Path) -> list[Path]:
@@ -122,6 +122,13 @@ def _module_folders(ncu: Path) -> list[Path]:
     found += [path for root in roots[:3] for path in sorted(root.glob("nsight-compute*/extras/python"), reverse=True)]
     found += sorted(Path("/opt/nvidia/nsight-compute").glob("*/extras/python"), reverse=True)
     return found
+
+
+def _loaded(module: ModuleType, report: Path) -> object:
+    try:
+        return module.load_report(str(report))
+    except Exception as error:  # the module documents no types; an older one cannot read a newer tool's report
+        raise CountersError(f"{module.__name__} cannot read the report ({error}): pip install -U ncu-report") from error
 
 
 def _report_path(path: Path | None, cache: str) -> Path | None:
@@ -143,8 +150,9 @@ def _profile(line: Sequence[str], report: Path) -> None:
         raise CountersError(f"{line[0]}: {error.strerror}") from None
     text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
     if PERMISSION in text:
-        raise CountersError("this user may not read GPU performance counters: run as root, or load the driver's module with "
-                            f"NVreg_RestrictProfilingToAdminUsers=0 (https://developer.nvidia.com/{PERMISSION})")
+        raise CountersError("this user may not read GPU performance counters: run as root, or load the driver's module "
+                            f"with NVreg_RestrictProfilingToAdminUsers=0 (https://developer.nvidia.com/{PERMISSION})")
     if not report.is_file():
         errors = [part for part in text.splitlines() if "ERROR" in part or "WARNING" in part]
-        raise CountersError(f"Nsight Compute wrote no report (status {status}): " + ("; ".join(errors[:3]) or "no message"))
+        message = "; ".join(errors[:3]) or "no message"
+        raise CountersError(f"Nsight Compute wrote no report (status {status}): {message}")

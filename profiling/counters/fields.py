@@ -25,9 +25,9 @@ METRICS = {
     "ncu_occupancy_pct": "sm__warps_active.avg.pct_of_peak_sustained_active",
     "ncu_registers": "launch__registers_per_thread",
 }
-STALLS = ("barrier", "branch_resolving", "dispatch_stall", "drain", "gmma", "imc_miss", "lg_throttle", "long_scoreboard",
-          "math_pipe_throttle", "membar", "mio_throttle", "misc", "no_instruction", "not_selected", "short_scoreboard",
-          "sleeping", "tex_throttle", "wait")
+STALLS = ("barrier", "branch_resolving", "dispatch_stall", "drain", "gmma", "imc_miss", "lg_throttle",
+          "long_scoreboard", "math_pipe_throttle", "membar", "mio_throttle", "misc", "no_instruction", "not_selected",
+          "short_scoreboard", "sleeping", "tex_throttle", "wait")
 
 
 def stall_metric(reason: str) -> str:

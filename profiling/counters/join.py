@@ -56,10 +56,8 @@ def counters_of(kernels: Iterable[Any], elements: int, multiprocessors: int | No
 def value(action: Any, metric_name: str) -> float | None:
     """A metric's value in base units (ns, bytes, %), or None if the chip does not have it."""
     metric = action.metric_by_name(metric_name)
-    if metric is None or not metric.has_value():
-        return None
-    number = metric.as_double()
-    if number != number:  # NaN: not available
+    number = None if metric is None else metric.value()
+    if not isinstance(number, (int, float)) or number != number:  # a missing metric may also be NaN
         return None
     return number * _TO_BASE.get(metric.unit(), 1.0)
 

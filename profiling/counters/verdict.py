@@ -63,8 +63,8 @@ def _meaning(busiest: list[tuple[str, float]], counters: Counters) -> str:
         return f"{others} limit together; faster with {advice}, then {UNITS[busy[1]][1]}" + _stall(counters)
     active = counters.ncu_sm_active_pct
     if active is not None and active < IDLE_SMS:
-        return (f"SMs have warps {active:.0f} % of the time, so start, tail and imbalance cost the most; faster with more or "
-                "evener pieces of work, or a larger problem" + _stall(counters))
+        return (f"SMs have warps {active:.0f} % of the time, so start, tail and imbalance cost the most; faster with "
+                "more or evener pieces of work, or a larger problem" + _stall(counters))
     if busy:
         return f"{name} is closest to its limit; faster with {advice}" + _stall(counters)
     return "no unit is busy, latency limits" + (_stall(counters) or "; faster with more warps or more work under way")

@@ -1,7 +1,7 @@
 """What users would run instead, one plug-in a peer.
 
-A plug-in says which operations it stands beside and on which devices, why it cannot serve a case, and makes a `Peer` of the
-case's inputs. `--plugin MODULE` adds those that a module lists as PLUGINS.
+A plug-in says which operations it stands beside and on which devices, why it cannot serve a case, and makes a `Peer` of
+the case's inputs. `--plugin MODULE` adds those that a module lists as PLUGINS.
 """
 
 from __future__ import annotations

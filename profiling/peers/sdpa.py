@@ -1,4 +1,4 @@
-"""torch's scaled_dot_product_attention on the dense cache, one plug-in for each of its GPU backends and one for the CPU."""
+"""torch's scaled_dot_product_attention on the dense cache: a plug-in for each of its GPU backends, one for the CPU."""
 
 from __future__ import annotations
 

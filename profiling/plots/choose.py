@@ -1,0 +1,64 @@
+"""Which rows a curve is made of."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Sequence
+
+from profiling.cases import SPARSE_OPS
+from profiling.rows import Row
+
+PRODUCTS = SPARSE_OPS[:3]  # without compress
+
+
+def plain(rows: Iterable[Row]) -> list[Row]:
+    """Sparse products of the usual kind: fp16 all through, cold cache, single calls, gaussian data."""
+    return [row for row in rows if row.op in PRODUCTS and (row.dtype, row.scores, row.cache, row.timing, row.data)
+            == ("float16", "", "cold", "events", "gaussian")]
+
+
+def longest_series(rows: Iterable[Row], group: Callable[[Row], Hashable], along: Callable[[Row], float]) -> list[Row]:
+    """The rows of the group with the most values along the axis; of equal ones the first."""
+    groups: dict[Hashable, list[Row]] = defaultdict(list)
+    for row in rows:
+        groups[group(row)].append(row)
+    return max(groups.values(), key=lambda members: len({along(row) for row in members}), default=[])
+
+
+def by_backend(rows: Iterable[Row], op: str, along: Callable[[Row], float]) -> dict[str, list[Row]]:
+    """Backend -> its rows of an operation in order, one at each place: beside the fastest peer in the cache's dtype."""
+    found: dict[str, dict[float, Row]] = defaultdict(dict)
+    for row in rows:
+        if row.op != op:
+            continue
+        place, best = along(row), found[row.backend].get(along(row))
+        if best is None or _peer_us(row) < _peer_us(best):
+            found[row.backend][place] = row
+    return {backend: [row for _, row in sorted(places.items())] for backend, places in found.items()}
+
+
+def _peer_us(row: Row) -> float:
+    return float("inf") if row.peer_us is None or "fp8" in row.peer else row.peer_us
+
+
+def backends(rows: Sequence[Row]) -> list[str]:
+    return list(dict.fromkeys(row.backend for row in rows))
+
+
+def device(rows: Sequence[Row]) -> str:
+    return ", ".join(dict.fromkeys(row.device for row in rows))
+
+
+def shape_text(row: Row, tokens: bool = True) -> str:
+    words = [f"B {row.B}", f"Hq {row.Hq}", f"Hkv {row.Hkv}", f"D {row.D}"]
+    if row.Sq > 1:
+        words.append(f"Sq {row.Sq}")
+    return ", ".join([*words, f"T {size(row.T)}"] if tokens else words)
+
+
+def size(tokens: int) -> str:
+    """16384 -> "16 K"."""
+    for factor, unit in ((1 << 20, "M"), (1 << 10, "K")):
+        if tokens % factor == 0:
+            return f"{tokens // factor} {unit}"
+    return str(tokens)

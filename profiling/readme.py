@@ -1,0 +1,80 @@
+"""The README's table of figures: one line a shape, ratio and time of each product at 30 % and 50 % kept."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from profiling.cases import Shape, usual_keeps
+from profiling.plots.choose import plain
+from profiling.rows import Row
+from profiling.suites import PRODUCTS, figures
+from profiling.tables import markdown_table
+
+BEGIN = "<!-- figures: begin (written by python -m profiling.report) -->"
+END = "<!-- figures: end -->"
+
+
+class ReadmeError(RuntimeError):
+    """The table cannot be written; the message says why."""
+
+
+def updated(text: str, block: str) -> str:
+    """The README with `block` between its markers.
+
+    Raises:
+        ReadmeError: a marker is missing, there twice or in the wrong order.
+    """
+    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
+        raise ReadmeError(f"expected one line '{BEGIN}' and after it one '{END}'")
+    return text[:text.index(BEGIN) + len(BEGIN)] + "\n" + block + text[text.index(END):]
+
+
+def figures_block(rows: Sequence[Row], link: str) -> str:
+    """The sentence and the table of one GPU's rows; link: to all rows, from the README.
+
+    Raises:
+        ReadmeError: rows of the suite readme are missing.
+    """
+    wanted = [row for row in plain(rows) if row.ratio is not None and row.accurate]
+    backend = best_backend(wanted)
+    cells = _cells(wanted, backend)
+    first = next(iter(cells.values()))
+    name, head_dim = first.device.removeprefix("NVIDIA "), first.D
+    low, half = usual_keeps(head_dim)
+    header = ["B, Hq, Hkv, T", f"`{PRODUCTS[0]}`, {low} of {head_dim} kept", f"{half} kept",
+              f"`{PRODUCTS[1]}`, {low} kept", f"{half} kept"]
+    lines = [[f"{s.batch}, {s.query_heads}, {s.kv_heads}, {s.tokens}"]
+             + [_cell(cells[op, s, keep]) for op in PRODUCTS for keep in (low, half)] for s in figures("cuda")]
+    sentence = (f"On one {name}, `{backend}` backend, D {head_dim}, fp16 in and out, one query token, Gaussian data, "
+                "cold L2: speed-up over cuBLAS on the dense\n"
+                f"cache in the same run, and the time ([all rows]({link})):")
+    return "\n".join([sentence, "", *markdown_table(header, lines), ""])
+
+
+def best_backend(rows: Sequence[Row]) -> str:
+    """The backend with all cells whose ratios' geometric mean is the highest. ReadmeError if none has them all."""
+    complete = {}
+    for backend in dict.fromkeys(row.backend for row in rows):
+        try:
+            complete[backend] = math.fsum(math.log(row.ratio) for row in _cells(rows, backend).values())
+        except ReadmeError as error:
+            reason = error
+    if not complete:
+        raise ReadmeError(str(reason) if rows else "no rows of products in fp16 beside a dense peer")
+    return max(complete, key=lambda backend: complete[backend])
+
+
+def _cells(rows: Sequence[Row], backend: str) -> dict[tuple[str, Shape, int], Row]:
+    """(operation, shape, keep) -> row."""
+    found = {(row.op, row.shape, row.keep): row for row in rows if row.backend == backend}
+    wanted = [(op, shape, keep) for shape in figures("cuda") for op in PRODUCTS for keep in usual_keeps(shape.head_dim)]
+    if missing := [key for key in wanted if key not in found]:
+        op, shape, keep = missing[0]
+        raise ReadmeError(f"{len(missing)} of {len(wanted)} rows are missing for {backend}, such as {op} {shape} keep "
+                          f"{keep}: python -m profiling.sweep --suite readme measures them")
+    return {key: found[key] for key in wanted}
+
+
+def _cell(row: Row) -> str:
+    return f"{row.ratio:.2f}x ({row.median_us:.1f} us)"

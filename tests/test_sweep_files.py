@@ -1,0 +1,131 @@
+"""A sweep's files: rows of older versions, resuming, comparing."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+import profiling
+from profiling import compare, rows, run, sweep, tables
+
+RESULTS = profiling.ROOT / "profiling" / "results"
+ARGUMENTS = ["--shape", "1,4,2,2,200,64", "--backend", "cpu", "--op", "sparse_qk", "--repeats", "3"]
+
+
+@pytest.fixture(autouse=True)
+def small_cache(monkeypatch):
+    """Few operand sets are enough to leave a small cache; a commit of its own, whatever the checkout's state."""
+    real = run.environment
+    monkeypatch.setattr(run, "environment",
+                        lambda device: dataclasses.replace(real(device), cache_bytes=1 << 18, commit="now"))
+
+
+@pytest.fixture(scope="module")
+def committed():
+    return rows.read(RESULTS / "nvidia-h200" / "sweep.json")
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*/*.json")), ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_committed_rows_can_be_read_and_written(path, tmp_path):
+    found = rows.read(path)
+    rows.write(found, tmp_path)
+    assert rows.read(tmp_path / "sweep.json") == found
+    assert len({row.key for row in found}) == len(found)
+    for row in found:
+        assert row.case.command == row.command and row.cache_tb_per_s < row.tb_per_s
+
+
+@pytest.mark.parametrize("text, message", [("{", "Expecting"), ("{}", "expected a list"), ("[{}]", "lacks op"),
+                                           ("[1]", "no object")])
+def test_files_that_are_no_rows(tmp_path, text, message):
+    (tmp_path / "rows.json").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        rows.read(tmp_path / "rows.json")
+
+
+def test_resume_measures_what_is_missing(tmp_path, capsys, monkeypatch):
+    path = tmp_path / "mine.json"
+    assert sweep.main([*ARGUMENTS, "--keep", "19", "--resume", str(path)]) == 0
+    first = path.read_bytes()
+    assert sweep.main([*ARGUMENTS, "--keep", "19", "--keep", "32", "--resume", str(path)]) == 0
+    assert "1 of 2 cases are in" in capsys.readouterr().out
+    assert path.read_bytes().startswith(first.rstrip()[:-2].rstrip())  # the old row is as it was
+    assert [row.keep for row in rows.read(path)] == [19, 32]
+    assert {p.name for p in tmp_path.iterdir()} == {"mine.json", "mine.csv", "mine.md"}
+    assert sweep.main([*ARGUMENTS, "--keep", "32", "--resume", str(path)]) == 0
+    assert "1 of 1 cases are in" in capsys.readouterr().out
+
+
+def test_resume_measures_rows_of_another_commit_again(tmp_path):
+    path = tmp_path / "sweep.json"
+    assert sweep.main([*ARGUMENTS, "--keep", "19", "--keep", "32", "--resume", str(path)]) == 0
+    objects = json.loads(path.read_text())
+    path.write_text(json.dumps([{**row, "commit": "before", "median_us": 1e6} for row in objects]))
+    assert sweep.main([*ARGUMENTS, "--keep", "19", "--resume", str(path)]) == 0
+    assert {row.keep: row.commit for row in rows.read(path)} == {19: "now", 32: "before"}
+
+
+def test_a_long_run_saves_now_and_then(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "SAVE_EVERY_S", 0.0)
+    counts = []
+    write = rows.write
+    monkeypatch.setattr(rows, "write", lambda found, *where: counts.append(len(found)) or write(found, *where))
+    assert sweep.main([*ARGUMENTS, "--keep", "19", "--keep", "32", "--out", str(tmp_path)]) == 0
+    assert counts == [1, 2, 2]
+
+
+def faster(row, factor, peer_factor=1.0, **changes):
+    return dataclasses.replace(row, median_us=row.median_us * factor, peer_us=row.peer_us * peer_factor, **changes)
+
+
+def test_compare_lists_what_moved_beyond_noise(committed):
+    new = [faster(committed[0], 1.2), faster(committed[1], 0.8), faster(committed[2], 1.02),
+           faster(committed[3], 1.2, 1.2), dataclasses.replace(committed[4], status="inaccurate"), *committed[6:]]
+    lines = compare.summary(committed, new).splitlines()
+    assert len(lines) == 5
+    assert "+20.0%" in lines[0] or "+20.0%" in lines[1]
+    assert sum("the machine moved" in line for line in lines) == 1
+    assert sum("ok -> inaccurate" in line for line in lines) == 1
+    assert "-20.0%" in lines[3]
+    assert lines[4] == ("3 of 89 rows moved beyond noise, 2 for the worse; 0 only in the new sweep, 1 only in the old "
+                        "one")
+
+
+def test_noise_is_at_least_the_spread(committed):
+    spread = dataclasses.replace(committed[0], iqr_us=0.3 * committed[0].median_us)
+    assert not compare.Change(spread, faster(spread, 1.2)).moved
+
+
+def test_compare_files(tmp_path, capsys, committed):
+    rows.write(committed[:3], tmp_path, "old")
+    rows.write([faster(committed[0], 1.2), *committed[1:3]], tmp_path, "new")
+    old, new = str(tmp_path / "old.json"), str(tmp_path / "new.json")
+    assert compare.main([old, old]) == 0 and compare.main([old, new]) == 1 and compare.main([new, old]) == 0
+    assert compare.main([old, str(tmp_path / "none.json")]) == 2
+    rows.write(committed[5:6], tmp_path, "other")
+    assert compare.main([old, str(tmp_path / "other.json")]) == 2
+    assert "no row is in both" in capsys.readouterr().err
+
+
+def test_compare_after_a_sweep(tmp_path, capsys):
+    assert sweep.main([*ARGUMENTS, "--keep", "19", "--out", str(tmp_path)]) == 0
+    old = str(tmp_path / "sweep.json")
+    assert sweep.main([*ARGUMENTS, "--keep", "19", "--out", str(tmp_path / "new"), "--compare", old]) == 0
+    assert "of 1 rows moved beyond noise" in capsys.readouterr().out
+    assert sweep.main([*ARGUMENTS, "--keep", "19", "--compare", str(tmp_path / "none.json")]) == 2
+
+
+def test_dense_rows_and_settings_show_in_tables(tmp_path):
+    arguments = ["--grid", "op=copy,dense_attention,sparse_av", "T=128", "Hq=4", "Hkv=2", "D=64", "keep=19",
+                 "scores=float32", "cache=warm", "--repeats", "2"]
+    backends = ["--backend", "cpu", "--backend", "copy", "--backend", "sdpa"]
+    assert sweep.main([*arguments, *backends, "--out", str(tmp_path)]) == 0
+    found = {row.op: row for row in rows.read(tmp_path / "sweep.json")}
+    assert set(found) == {"copy", "dense_attention", "sparse_av"}
+    for op in ("copy", "dense_attention"):
+        assert (found[op].peer, found[op].ratio, found[op].keep, found[op].bits_per_element) == ("", None, 64, 16.0)
+    assert found["sparse_av"].scores == "float32" and found["sparse_av"].cache == "warm"
+    table = tables.markdown(list(found.values()))
+    assert "| sparse_av | cpu | 1,4,2,1,128,64 | 19 | float16, p float32 | gaussian warm |" in table
