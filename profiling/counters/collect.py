@@ -105,7 +105,7 @@ def find_module(ncu: Path) -> ModuleType:
     except ImportError as error:
         reason = str(error)
     for folder in _module_folders(ncu):
-        if (folder / "ncu_report.py").is_file():
+        if (folder / "ncu_report.py").is_file() or (folder / "ncu_report").is_dir():
             sys.path.append(str(folder))
             try:
                 return importlib.import_module("ncu_report")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -52,11 +53,11 @@ class Peer:
         good, worst, reasons = {}, 0.0, []
         for name, form in self.forms.items():
             try:
-                error = error_of(form(*self.operands))
-            except RuntimeError as failure:  # what torch raises when it has no kernel for the operands
-                if "CUDA error" in str(failure):
-                    raise
-                reasons.append(f"{name}: {' '.join(str(failure).split())[:200]}")
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # torch's, about each kernel that it cannot take
+                    error = error_of(form(*self.operands))
+            except Exception as failure:
+                reasons.append(f"{name}: {_reason(failure)}")
                 continue
             if error <= self.tolerance:
                 good[name], worst = form, max(worst, error)
@@ -88,7 +89,17 @@ class Plugin:
     def peer(self, case: Case, inputs: InputSet) -> Peer:
         if reason := self.unavailable(case):
             raise Unavailable(f"{self.name}: {reason}")
-        return self.build(case, inputs)
+        try:
+            return self.build(case, inputs)
+        except Exception as failure:
+            raise Unavailable(f"{self.name}: {_reason(failure)}") from failure
+
+
+def _reason(failure: Exception) -> str:
+    """Other people's code fails in its own ways, and a case is measured without it; only a lost device is raised on."""
+    if "CUDA error" in str(failure):
+        raise failure
+    return f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
 
 
 def dense_peer(name: str, operands: tuple[Tensor, ...], forms: Mapping[str, Callable[..., Tensor]],
