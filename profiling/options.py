@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from profiling import cases, grid
@@ -55,7 +55,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def _what(add) -> None:
+def _what(add: Callable[..., object]) -> None:
     add("--suite", action="append", choices=SUITES, help="named list of cases (default: all of them)")
     add("--grid", action="append", nargs="+", metavar="KEY=LIST", help="every combination of the lists")
     add("--grid-file", action="append", type=Path, metavar="FILE", help="suites and grids of a YAML or JSON file")
@@ -77,7 +77,7 @@ def _what(add) -> None:
     add("--quick", action="store_true", help="a short list of small shapes: a smoke test, no figures to quote")
 
 
-def _how(add) -> None:
+def _how(add: Callable[..., object]) -> None:
     add("--cache", action="append", choices=cases.CACHES,
         help="last-level cache at every call: cold, other operands each time (default), or warm, the same ones again")
     add("--timing", choices=cases.TIMINGS,
@@ -88,14 +88,14 @@ def _how(add) -> None:
     add("--list", action="store_true", help="print the cases, each as the command that measures it alone, and stop")
 
 
-def _files(add) -> None:
+def _files(add: Callable[..., object]) -> None:
     add("--out", type=Path, metavar="DIR", help="folder for the files (default: see below)")
     add("--resume", type=Path, metavar="FILE.json",
         help="keep its rows, measure only cases that it lacks or that it has from another commit, and write into it")
     add("--compare", type=Path, metavar="OLD.json", help="list the rows that moved beyond noise since then")
 
 
-def _counters(add) -> None:
+def _counters(add: Callable[..., object]) -> None:
     add("--ncu", action="store_true",
         help="run the cases once more under Nsight Compute, add counters to their rows and say what limits each kernel")
     add("--ncu-path", type=Path, metavar="PROGRAM", help="ncu (default: on the PATH or in CUDA_HOME)")

@@ -107,7 +107,7 @@ def test_every_field_has_a_metric_or_is_derived():
     (dict(ncu_dram_pct=91.0, ncu_issue_pct=40.0),
      "DRAM 91 %, issue slots 40 %: DRAM is at its limit; faster with fewer bytes"),
     (dict(ncu_shared_pct=65.0, ncu_alu_pct=61.0), "shared memory and ALU limit together"),
-    (dict(ncu_issue_pct=30.0, ncu_sm_active_pct=60.0), "SMs have warps 60 % of the time, so start, tail"),
+    (dict(ncu_issue_pct=30.0, ncu_sm_active_pct=60.0), "latency limits; SMs have warps 60 % of the time only"),
     (dict(ncu_issue_pct=70.0, ncu_sm_active_pct=95.0), "issue slots is closest to its limit"),
     (dict(ncu_issue_pct=30.0, ncu_stall="long_scoreboard", ncu_stall_warps=4.21),
      "no unit is busy, latency limits; warps wait most for global memory (4.2 an issue): more bytes under way"),
@@ -240,5 +240,9 @@ def test_cases_are_counted_with_the_cache_they_were_timed_with(tmp_path, monkeyp
     assert [line[line.index("--cache-control") + 1] for line in lines] == ["all", "none"]
     assert all(line[line.index("--clock-control") + 1] == "base" for line in lines)
     assert {path.name for path in (tmp_path / "kept").iterdir()} == {"mine.ncu-rep", "mine-warm.ncu-rep"}
+    monkeypatch.setattr(collect, "find_module", lambda path: types.SimpleNamespace(
+        load_report=lambda report_path: report(Kernel("main", None, 4.0))))
+    with pytest.raises(collect.CountersError, match="1 kernels, none of them in a case's NVTX range"):
+        collect.collect({CASE: ""}, options)
     with pytest.raises(collect.CountersError, match="no row ran a GPU kernel"):
         collect.collect({cpu: ""}, options)

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -58,7 +59,7 @@ def collect(forms: Mapping[Case, str], options: Options) -> dict[Case, Counters]
     multiprocessors = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
     torch.cuda.empty_cache()  # the child needs the memory
     found: dict[Case, Counters] = {}
-    chosen = list(forms)
+    chosen, profiled = list(forms), 0
     with tempfile.TemporaryDirectory(prefix="counters-") as folder:
         for cache in ("cold", "warm"):
             numbered = [(i, child.to_object(case, forms[case])) for i, case in enumerate(chosen) if case.cache == cache]
@@ -68,11 +69,13 @@ def collect(forms: Mapping[Case, str], options: Options) -> dict[Case, Counters]
             listing = Path(folder) / f"{cache}.json"
             listing.write_text(json.dumps({"plugins": options.plugins, "cases": numbered}), encoding="utf-8")
             _profile(command(ncu, report, listing, options.clock_control, cache), report)
-            for index, kernels in kernels_by_case(_loaded(module, report)).items():
+            context = _loaded(module, report)
+            profiled += sum(context.range_by_idx(i).num_actions() for i in range(context.num_ranges()))
+            for index, kernels in kernels_by_case(context).items():
                 case = chosen[index]
                 found[case] = counters_of(kernels, case.elements, multiprocessors)
     if not found:
-        raise CountersError("Nsight Compute profiled no kernel")
+        raise CountersError(f"Nsight Compute profiled {profiled} kernels, none of them in a case's NVTX range")
     return found
 
 
@@ -124,7 +127,7 @@ def _module_folders(ncu: Path) -> list[Path]:
     return found
 
 
-def _loaded(module: ModuleType, report: Path) -> object:
+def _loaded(module: ModuleType, report: Path) -> Any:
     try:
         return module.load_report(str(report))
     except Exception as error:  # the module documents no types; an older one cannot read a newer tool's report

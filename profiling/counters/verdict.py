@@ -5,8 +5,8 @@ from __future__ import annotations
 from profiling.counters.fields import Counters
 
 SATURATED = 80.0  # % of peak: no more is to be had from a unit
-BUSY = 60.0       # % of peak: units this busy limit together, as their work does not overlap perfectly
-IDLE_SMS = 85.0   # % of the time with warps on an SM, below which start, tail or imbalance cost the most
+BUSY = 50.0       # % of peak: units this busy limit together, as their work does not overlap perfectly
+IDLE_SMS = 85.0   # % of the time with warps on an SM, below which start, tail or imbalance cost much
 
 UNITS = {  # name -> (field, what would make a kernel faster that it limits)
     "issue slots": ("ncu_issue_pct", "fewer instructions an element"),
@@ -58,16 +58,20 @@ def _meaning(busiest: list[tuple[str, float]], counters: Counters) -> str:
     if pct >= SATURATED:
         return f"{name} is at its limit; faster with {advice}"
     busy = [unit for unit, share in busiest if share >= BUSY]
+    rest = _idle(counters) + _stall(counters)
     if len(busy) > 1:
-        others = " and ".join(busy[:3])
-        return f"{others} limit together; faster with {advice}, then {UNITS[busy[1]][1]}" + _stall(counters)
-    active = counters.ncu_sm_active_pct
-    if active is not None and active < IDLE_SMS:
-        return (f"SMs have warps {active:.0f} % of the time, so start, tail and imbalance cost the most; faster with "
-                "more or evener pieces of work, or a larger problem" + _stall(counters))
+        return f"{' and '.join(busy[:3])} limit together; faster with {advice}, then {UNITS[busy[1]][1]}{rest}"
     if busy:
-        return f"{name} is closest to its limit; faster with {advice}" + _stall(counters)
-    return "no unit is busy, latency limits" + (_stall(counters) or "; faster with more warps or more work under way")
+        return f"{name} is closest to its limit; faster with {advice}{rest}"
+    return "no unit is busy, latency limits" + (rest or "; faster with more warps or more work under way")
+
+
+def _idle(counters: Counters) -> str:
+    active = counters.ncu_sm_active_pct
+    if active is None or active >= IDLE_SMS:
+        return ""
+    return (f"; SMs have warps {active:.0f} % of the time only: shorter start and tail, evener pieces of work, or a "
+            "larger problem")
 
 
 def _stall(counters: Counters) -> str:

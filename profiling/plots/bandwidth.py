@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from profiling.cases import usual_keeps
+from profiling.cases import Shape, usual_keeps
 from profiling.ceilings import Ceilings
 from profiling.plots import choose, style
 from profiling.rows import Row
@@ -52,13 +53,13 @@ def figure(rows: Sequence[Row], limits: Ceilings) -> Figure | None:
     return drawn
 
 
-def _place(row: Row, shapes: list, names: list[str]) -> float:
+def _place(row: Row, shapes: list[Shape], names: list[str]) -> float:
     """Height of a row; backends side by side."""
     offset = 0.16 * (names.index(row.backend) - (len(names) - 1) / 2)
     return len(shapes) - 1 - shapes.index(row.shape) - offset
 
 
-def _dense(rows: Sequence[Row], op: str, shape) -> float | None:
+def _dense(rows: Sequence[Row], op: str, shape: Shape) -> float | None:
     """TB/s of the fastest dense peer: the dense cache instead of the compressed one, in as much time as it took."""
     found = []
     for row in rows:
@@ -69,11 +70,11 @@ def _dense(rows: Sequence[Row], op: str, shape) -> float | None:
     return max(found, default=None)
 
 
-def _label(shape) -> str:
+def _label(shape: Shape) -> str:
     return f"B {shape.batch}  Hq {shape.query_heads}  Hkv {shape.kv_heads}  T {choose.size(shape.tokens)}"
 
 
-def _legend(drawn: Figure, axis, names: list[str], keeps: list[int]) -> None:
+def _legend(drawn: Figure, axis: Axes, names: list[str], keeps: list[int]) -> None:
     for backend in names:
         look = style.backend_style(backend, names)
         for keep in keeps:

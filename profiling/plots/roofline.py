@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
@@ -63,7 +64,7 @@ def _dense(row: Row) -> tuple[float, float]:
     return row.case.elements / (2 * row.case.elements + operands), row.case.elements / row.peer_us / 1e6
 
 
-def _roofs(axis, row: Row, limits: Ceilings) -> None:
+def _roofs(axis: Axes, row: Row, limits: Ceilings) -> None:
     intensities = [0.36, 4.0]
     axis.loglog(intensities, [limits.copy_tb_per_s * x for x in intensities], color="black", linewidth=1.3)
     axis.annotate(f"copy, {limits.copy_tb_per_s:.3g} TB/s", (0.62, 0.62 * limits.copy_tb_per_s), rotation=38,

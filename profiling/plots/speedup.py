@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from profiling.ceilings import Ceilings
@@ -37,7 +38,7 @@ def figure(rows: Sequence[Row], limits: Ceilings) -> Figure | None:
     return drawn
 
 
-def _references(axis, op: str, rows: Sequence[Row], like: Row) -> None:
+def _references(axis: Axes, op: str, rows: Sequence[Row], like: Row) -> None:
     """Dense at 1; FP8 as measured, or else at what half the bytes would give."""
     axis.axhline(1, color=style.RED, linewidth=1.2, label="dense, 16 bits")
     times = {row.peer: row.peer_us for row in rows if row.op == op and row.shape == like.shape and row.peer_us}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
@@ -43,7 +44,7 @@ def figure(rows: Sequence[Row], limits: Ceilings) -> Figure | None:
     return drawn
 
 
-def _floor(axis, line: Sequence[Row], limits: Ceilings) -> None:
+def _floor(axis: Axes, line: Sequence[Row], limits: Ceilings) -> None:
     """The time that a copy's bandwidth would take for the bytes of a call."""
     if limits.copy_tb_per_s:
         axis.loglog([row.T for row in line], [row.median_us * row.tb_per_s / limits.copy_tb_per_s for row in line], ":",
