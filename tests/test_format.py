@@ -194,7 +194,8 @@ def test_compress_kv_empty(shape, device):
 
 # ---- Size ------------------------------------------------------------------------------------------------------------
 
-BITS = {38: 6.4, 64: 9.7}
+BITS = {38: 6.3, 64: 9.6}
+PAIR_BITS = {38: 6.45, 64: 9.75}  # one order of tokens for both
 
 
 @pytest.mark.parametrize("keep", BITS)
@@ -205,7 +206,7 @@ def test_bits_per_element(distribution, keep, device, rng):
     for role, x in (("key", k), ("value", v)):
         assert ck.compress(x, role=role, keep=keep).bits_per_element <= BITS[keep], role
     for kv in ck.compress_kv(k, v, keep=keep):
-        assert kv.bits_per_element <= BITS[keep], kv.role
+        assert kv.bits_per_element <= PAIR_BITS[keep], kv.role
 
 
 def test_size_is_what_is_stored(device, rng):

@@ -47,6 +47,90 @@ def test_storage_is_that_of_the_cpu(kind, head_dim, dtype, rng):
         assert all(same_storage(a, b) and a.nnz == b.nnz for a, b in zip(on_gpu, on_cpu)), keep
 
 
+@pytest.mark.parametrize("head_dim", [40, 64, 128, 256])
+@pytest.mark.parametrize("keep", [None, 20])
+def test_storage_of_strided_views_is_that_of_the_cpu(head_dim, keep, rng):
+    x = oracle.gaussian(2, 3, rng.randrange(1, 300), head_dim)
+    odd = torch.zeros(*x.shape[:3], head_dim + 3, dtype=x.dtype, device="cuda")
+    odd[..., 3:] = x.cuda()
+    batch_last = x.cuda().permute(1, 2, 0, 3).contiguous().permute(2, 0, 1, 3)
+    expected = {role: ck.compress(x, role=role, keep=keep) for role in ("key", "value")}
+    for view in (odd[..., 3:], batch_last, x.cuda().repeat_interleave(2, dim=2)[:, :, 1::2]):
+        assert oracle.same_bits(ck.prune(view, keep=keep), ck.prune(x, keep=keep))
+        for role in expected:
+            assert same_storage(ck.compress(view, role=role, keep=keep), expected[role])
+
+
+@pytest.mark.parametrize("pattern", ["one class", "same channels", "few dense tiles"])
+def test_storage_of_uneven_caches_is_that_of_the_cpu(pattern, rng):
+    """Blocks much longer than the average, which is what memory is allocated for at first."""
+    x = oracle.gaussian(1, 2, 1000, 128) * 1e-2
+    if pattern == "one class":
+        x[:, :, :, ::8] += 10
+    elif pattern == "same channels":
+        x[:, :, :, :38] += 10
+    for keep in (16, 38, 100, None):
+        if pattern == "few dense tiles":
+            x[:, :, 64:] = 0
+        for role in ("key", "value"):
+            on_gpu, on_cpu = ck.compress(x.cuda(), role=role, keep=keep), ck.compress(x, role=role, keep=keep)
+            assert same_storage(on_gpu, on_cpu), (role, keep)
+            assert on_gpu.blocks.untyped_storage().nbytes() <= 1.2 * on_gpu.blocks.nbytes
+
+
+def test_filling_a_preallocated_cache_does_not_synchronise(rng):
+    x = oracle.gaussian(1, 2, 1000, 128).cuda()
+    out = tuple(ck.SparseKV.preallocate(x.shape, role=role, keep=38) for role in ("key", "value"))
+    ck.compress_kv(x, x, keep=38, out=out)  # the first calls may load modules
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        start = torch.cuda.Event()
+        torch.cuda._sleep(2_000_000_000)
+        start.record()
+        ck.compress_kv(x, x, keep=38, out=out)
+        ck.compress(x, role="key", keep=38, out=out[0])
+        assert not start.query(), "the calls waited for the device"
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("together", [False, True], ids=["compress", "compress_kv"])
+def test_compression_in_a_cuda_graph(together, rng):
+    x = [oracle.gaussian(2, 2, 1000, 128) for _ in range(3)]
+    k, v = x[0].cuda(), x[1].cuda()
+    q, p = oracle.gaussian(2, 8, 1, 128).cuda(), torch.rand(2, 8, 1, 1000).cuda()
+    keys, values = (ck.SparseKV.preallocate(k.shape, role=role, keep=38) for role in ("key", "value"))
+
+    def step():
+        if together:
+            ck.compress_kv(k, v, keep=38, out=(keys, values))
+        else:
+            ck.compress(k, role="key", keep=38, out=keys)
+            ck.compress(v, role="value", keep=38, out=values)
+        return ck.sparse_qk(q, keys), ck.sparse_av(p, values)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        logits, out = step()
+    for new_k, new_v in ((x[1], x[2]), (x[2] * 0, x[0]), (x[0], x[1])):
+        k.copy_(new_k)
+        v.copy_(new_v)
+        graph.replay()
+        torch.cuda.synchronize()
+        expected = (
+            ck.compress_kv(new_k, new_v, keep=38)
+            if together
+            else (ck.compress(new_k, role="key", keep=38), ck.compress(new_v, role="value", keep=38))
+        )
+        assert same_storage(keys, expected[0]) and same_storage(values, expected[1])
+        assert keys.nnz == expected[0].nnz
+        assert oracle.relative_error(logits, oracle.qk(q, oracle.prune(new_k, 38))) <= 1e-3 or not new_k.any()
+        assert oracle.relative_error(out, oracle.av(p, oracle.prune(new_v, 38))) <= 2e-3
+
+
 def test_caches_compressed_elsewhere(rng):
     x = oracle.gaussian(2, 2, 300, 128)
     k, v = (kv.to("cuda") for kv in ck.compress_kv(x, x, keep=38))

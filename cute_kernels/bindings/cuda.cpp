@@ -43,6 +43,11 @@ void select(uintptr_t x, Strides const& strides, int batch, int kv_heads, int64_
                    pointer<int32_t>(counts), pointer<void>(pruned), stream_of(stream));
 }
 
+void deal(uintptr_t counts, int heads, int head_dim, uintptr_t channel_order, uintptr_t stream) {
+  compress::deal(pointer<int32_t>(counts), heads, format::padded_head_dim(head_dim), pointer<uint8_t>(channel_order),
+                 stream_of(stream));
+}
+
 void balance(uintptr_t masks, uintptr_t channel_order, uintptr_t masks2, uintptr_t channel_order2, int batch,
              int kv_heads, int64_t tokens, int head_dim, uintptr_t token_order, uintptr_t longest, uintptr_t longest2,
              uintptr_t stream) {
@@ -52,8 +57,17 @@ void balance(uintptr_t masks, uintptr_t channel_order, uintptr_t masks2, uintptr
                     stream_of(stream));
 }
 
-void pack(uintptr_t x, Strides const& strides, uintptr_t masks, format::SparseView const& view, uintptr_t stream) {
-  compress::pack(dense_view(x, strides, view), pointer<uint32_t>(masks), view, stream_of(stream));
+void offsets(uintptr_t longest, int64_t tiles, uintptr_t counts, int heads, int head_dim, uintptr_t row_offsets,
+             uintptr_t totals, uintptr_t stream) {
+  compress::offsets(pointer<int32_t>(longest), tiles, pointer<int32_t>(counts), heads,
+                    format::padded_head_dim(head_dim), pointer<int32_t>(row_offsets), pointer<int64_t>(totals),
+                    stream_of(stream));
+}
+
+void pack(uintptr_t x, Strides const& strides, uintptr_t masks, int keep, uintptr_t totals, int64_t capacity,
+          format::SparseView const& view, uintptr_t stream) {
+  compress::pack(dense_view(x, strides, view), pointer<uint32_t>(masks), keep, pointer<int64_t>(totals), capacity, view,
+                 stream_of(stream));
 }
 
 void decompress(format::SparseView const& view, uintptr_t out, uintptr_t stream) {
@@ -100,7 +114,10 @@ void bind_cuda(py::module_& m) {
            "keep"_a, "masks"_a, "counts"_a, "pruned"_a, "stream"_a);
   cuda.def("balance", &balance, "masks"_a, "channel_order"_a, "masks2"_a, "channel_order2"_a, "batch"_a, "kv_heads"_a,
            "tokens"_a, "head_dim"_a, "token_order"_a, "longest"_a, "longest2"_a, "stream"_a);
-  cuda.def("pack", &pack, "x"_a, "strides"_a, "masks"_a, "view"_a, "stream"_a);
+  cuda.def("deal", &deal, "counts"_a, "heads"_a, "head_dim"_a, "channel_order"_a, "stream"_a);
+  cuda.def("offsets", &offsets, "longest"_a, "tiles"_a, "counts"_a, "heads"_a, "head_dim"_a, "row_offsets"_a,
+           "totals"_a, "stream"_a);
+  cuda.def("pack", &pack, "x"_a, "strides"_a, "masks"_a, "keep"_a, "totals"_a, "capacity"_a, "view"_a, "stream"_a);
   cuda.def("decompress", &decompress, "view"_a, "out"_a, "stream"_a);
   cuda.def("workspace_bytes", &dispatch::workspace_bytes, "view"_a, "q_heads"_a, "q_tokens"_a,
            "bytes of scratch memory that sparse_av needs on the current device");

@@ -16,6 +16,39 @@ CUTE_DEVICE uint32_t load_shared_u16(uint32_t address) {
   return value;
 }
 
+// Where `word` has one of `bits`: loads a 16-bit value; stores one and moves the address on. A register may be wider
+// than what it loads or stores.
+CUTE_DEVICE void load_shared_u16_if(uint32_t& value, uint32_t address, uint32_t word, uint32_t bits) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      ".reg .b32 t;\n"
+      "and.b32 t, %2, %3;\n"
+      "setp.ne.u32 p, t, 0;\n"
+      "@p ld.shared.u16 %0, [%1];\n"
+      "}"
+      : "+r"(value)
+      : "r"(address), "r"(word), "r"(bits));
+}
+
+CUTE_DEVICE void append_shared_u16_if(uint32_t& address, uint32_t value, int step, uint32_t word, uint32_t bits) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      ".reg .b32 t;\n"
+      "and.b32 t, %3, %4;\n"
+      "setp.ne.u32 p, t, 0;\n"
+      "@p st.shared.u16 [%0], %1;\n"
+      "@p add.u32 %0, %0, %2;\n"
+      "}"
+      : "+r"(address)
+      : "r"(value), "r"(step), "r"(word), "r"(bits)
+      : "memory");
+}
+
+// Keeps the compiler from knowing how x came about, and so from holding on to parts of that.
+CUTE_DEVICE void forget(uint32_t& x) { asm volatile("" : "+r"(x)); }
+
 CUTE_DEVICE uint32_t load_shared_u32(uint32_t address) {
   uint32_t value;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
@@ -27,6 +60,17 @@ CUTE_DEVICE uint32_t permute_bytes(uint32_t x, uint32_t y, uint32_t selector) {
   uint32_t result;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(x), "r"(y), "r"(selector));
   return result;
+}
+
+// The sum with two signed halves times two unsigned bytes, the lower or the upper ones of `bytes`.
+CUTE_DEVICE int dot2_low(uint32_t halves, uint32_t bytes, int sum) {
+  asm("dp2a.lo.s32.u32 %0, %1, %2, %0;" : "+r"(sum) : "r"(halves), "r"(bytes));
+  return sum;
+}
+
+CUTE_DEVICE int dot2_high(uint32_t halves, uint32_t bytes, int sum) {
+  asm("dp2a.hi.s32.u32 %0, %1, %2, %0;" : "+r"(sum) : "r"(halves), "r"(bytes));
+  return sum;
 }
 
 // L2 policy of data that is read once.

@@ -1,6 +1,10 @@
-// The token order of every tile, one warp a tile: the algorithm of format/token_order.hpp, candidates spread over
-// lanes.
+// The token order of every tile, one warp a tile: the algorithm of format/token_order.hpp. A quad of lanes holds a
+// group, two tokens a lane; the eight lanes of two groups that meet share their 64 possible swaps out.
+//
+// The masks come from `select` as words of 32 tokens, channel by channel. They leave as rows of channels, both in
+// position order, as `pack` wants them.
 #include "cute_kernels/common/error.hpp"
+#include "cute_kernels/compress/bits.hpp"
 #include "cute_kernels/compress/compress.hpp"
 #include "cute_kernels/format/token_order.hpp"
 
@@ -11,177 +15,272 @@ using namespace format;
 
 constexpr int kWarps = 4;  // a CTA
 constexpr uint32_t kAllLanes = ~0u;
-static_assert(kTileTokens == 64 && kTokenGroups == 8, "a lane ranks two tokens; a quad of lanes holds a group");
+constexpr int kHalves = kTileTokens / 32;
+constexpr int kLaneTokens = 2;
+constexpr int kLaneGroup = 4;  // lanes of a group
+constexpr int kIndexBits = 6;  // of a token in a tile, and of a swap: a member of the one group, one of the other
+static_assert(kTokenGroups * kLaneGroup == 32 && kLaneGroup * kLaneTokens == kGroupTokens, "a lane holds two tokens");
+static_assert(kTokenGroups == kClasses, "a row of channels and the groups of tokens are split alike");
 
-template <int Classes>
-struct BalanceStorage {
-  uint8_t count[kTileTokens][Classes];
-  int load[kTokenGroups][Classes];
-  uint8_t by_unusual[kTileTokens];
-  uint8_t group[kTileTokens];
-  uint32_t class_mask[Classes][kMaxHeadDim / 32];
+// Words as of 8 classes: counts four a word, loads two a word.
+constexpr int kCountWords = kClasses / 4;
+constexpr int kLoadWords = kClasses / 2;
+constexpr int kRatioBase = 12;  // a multiple of every scale
+
+// A token on its way between groups.
+template <int Caches>
+struct Token {
+  uint32_t count[Caches * kCountWords];  // scaled
+  int norm;                              // its sum of squares << kIndexBits, and the token
 };
 
-__device__ int ranked_before(int unusual, int token, int other, int other_token) {
-  return other > unusual || (other == unusual && other_token < token);
+// This lane's row of 32 Words channels by position, for each half of the tile's tokens.
+template <int Words>
+__device__ void load_rows(uint32_t (&rows)[kHalves][Words], uint32_t const* masks, uint8_t const* channel_order,
+                          int lane) {
+#pragma unroll
+  for (int w = 0; w < Words; ++w) {
+    int channel = channel_order[32 * w + lane];
+#pragma unroll
+    for (int h = 0; h < kHalves; ++h) rows[h][w] = masks[h * 32 * Words + channel];
+  }
+#pragma unroll
+  for (int h = 0; h < kHalves; ++h)
+#pragma unroll
+    for (int w = 0; w < Words; ++w) rows[h][w] = transpose_lanes(rows[h][w], lane);
 }
 
-// counts of nonzeros by class, from the masks of this tile's tokens
-template <int Classes, int First>
-__device__ void count_classes(BalanceStorage<Classes>& s, BalanceOperand const& operand, int64_t head, int64_t tokens,
-                              int64_t first_token, int padded, int lane) {
-  int words = padded / 32;
-  uint8_t const* order = operand.channel_order + head * padded;
-  for (int i = lane; i < kClasses * words; i += 32) s.class_mask[First + i / words][i % words] = 0;
-  __syncwarp();
-  for (int position = lane; position < padded; position += 32)
-    atomicOr(&s.class_mask[First + position % kClasses][order[position] / 32], 1u << order[position] % 32);
-  __syncwarp();
-  for (int t = lane; t < kTileTokens; t += 32) {
-    int64_t token = first_token + t;
-    int count[kClasses] = {};
-    for (int w = 0; token < tokens && w < words; ++w) {
-      uint32_t mask = operand.masks[(head * tokens + token) * words + w];
+// Nonzeros of a row in every class: its positions of one residue mod 8. Words are interleaved first, so that a class
+// of up to four words is counted at once.
+template <int Words>
+__device__ void count_classes(uint32_t const* row, int (&count)[kClasses]) {
 #pragma unroll
-      for (int c = 0; c < kClasses; ++c) count[c] += __popc(mask & s.class_mask[First + c][w]);
+  for (int c = 0; c < kClasses; ++c) count[c] = 0;
+#pragma unroll
+  for (int w = 0; w < Words; w += 4) {
+    uint32_t nibbles[2][2];  // [pair of words][classes 0..3, 4..7]
+#pragma unroll
+    for (int i = 0; i < 2 && w + 2 * i < Words; ++i) {
+      uint32_t a = row[w + 2 * i], b = row[w + 2 * i + 1];
+      nibbles[i][0] = blend(a, b << 4, 0x0f0f0f0fu);
+      nibbles[i][1] = blend(a >> 4, b, 0x0f0f0f0fu);
     }
 #pragma unroll
-    for (int c = 0; c < kClasses; ++c) s.count[t][First + c] = static_cast<uint8_t>(count[c]);
+    for (int n = 0; n < 2; ++n) {
+      if constexpr (Words == 2) {
+#pragma unroll
+        for (int c = 0; c < 4; ++c) count[4 * n + c] += __popc(nibbles[0][n] & 0x11111111u << c);
+      } else {
+        uint32_t a = nibbles[0][n], b = nibbles[1][n];
+        uint32_t low = blend(a, b << 2, 0x33333333u), high = blend(a >> 2, b, 0x33333333u);
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          count[4 * n + c] += __popc(low & 0x55555555u << c);
+          count[4 * n + c + 2] += __popc(high & 0x55555555u << c);
+        }
+      }
+    }
   }
-  __syncwarp();
 }
 
-template <int Classes>
-__device__ void assign_greedily(BalanceStorage<Classes>& s, int lane) {
-  constexpr int kPart = Classes / 4;  // classes of a lane; lane = 4 * group + part
-  int mean[Classes], unusual0 = 0, unusual1 = 0;
+// The scaled counts of this lane's tokens of one cache, and 12 / scale of every class, four bits each.
+template <int Words, int Caches>
+__device__ uint32_t scale_counts(uint32_t const (*rows)[Words], int lane, uint32_t (&scaled)[kLaneTokens][kCountWords]) {
+  int count[kLaneTokens][kClasses], scale[kClasses], most = 0;
 #pragma unroll
-  for (int c = 0; c < Classes; ++c) {
-    int sum = __reduce_add_sync(kAllLanes, static_cast<int>(s.count[lane][c]) + s.count[lane + 32][c]);
-    mean[c] = (sum * kBalanceScale + kTileTokens / 2) / kTileTokens;
-    int d0 = kBalanceScale * s.count[lane][c] - mean[c], d1 = kBalanceScale * s.count[lane + 32][c] - mean[c];
-    unusual0 += d0 * d0, unusual1 += d1 * d1;
+  for (int j = 0; j < kLaneTokens; ++j)  // the first order is that of the tokens
+    count_classes<Words>(rows[lane / kLaneGroup + kTokenGroups * (kLaneTokens * (lane % kLaneGroup) + j)], count[j]);
+#pragma unroll
+  for (int c = 0; c < kClasses; c += 2) {
+    uint32_t pair = count[0][c] + count[1][c] + ((count[0][c + 1] + count[1][c + 1]) << 16);
+    pair = __reduce_add_sync(kAllLanes, pair);
+    scale[c] = pair & 0xffff, scale[c + 1] = pair >> 16;
+    most = max(most, max(scale[c], scale[c + 1]));
   }
-  int rank0 = 0, rank1 = 0;
-  for (int u = 0; u < 32; ++u) {
-    int other0 = __shfl_sync(kAllLanes, unusual0, u), other1 = __shfl_sync(kAllLanes, unusual1, u);
-    rank0 += ranked_before(unusual0, lane, other0, u) + ranked_before(unusual0, lane, other1, u + 32);
-    rank1 += ranked_before(unusual1, lane + 32, other0, u) + ranked_before(unusual1, lane + 32, other1, u + 32);
+  uint32_t ratios = 0;
+#pragma unroll
+  for (int c = 0; c < kClasses; ++c) {
+    scale[c] = class_scale(scale[c], most, Caches);
+    ratios |= (0x346c0u >> 4 * scale[c] & 15) << 4 * c;  // 12, 6, 4, 3
   }
-  s.by_unusual[rank0] = static_cast<uint8_t>(lane);
-  s.by_unusual[rank1] = static_cast<uint8_t>(lane + 32);
-  __syncwarp();
-
-  int part = lane % 4, group = lane / 4, members = 0, drift[kPart] = {}, load[kPart] = {}, my_mean[kPart];
 #pragma unroll
-  for (int c = 0; c < Classes; ++c)
-    if (c / kPart == part) my_mean[c % kPart] = mean[c];
-  for (int i = 0; i < kTileTokens; ++i) {
-    int t = s.by_unusual[i], cost = 0, deviation[kPart];
+  for (int j = 0; j < kLaneTokens; ++j)
 #pragma unroll
-    for (int c = 0; c < kPart; ++c) {
-      deviation[c] = kBalanceScale * s.count[t][part * kPart + c] - my_mean[c];
-      cost += (drift[c] + deviation[c]) * (drift[c] + deviation[c]);
+    for (int i = 0; i < kCountWords; ++i) {
+      uint32_t word = 0;
+#pragma unroll
+      for (int c = 0; c < 4; ++c) word += count[j][4 * i + c] * (scale[4 * i + c] << 8 * c);
+      scaled[j][i] = word;
     }
-    cost += __shfl_xor_sync(kAllLanes, cost, 1);
-    cost += __shfl_xor_sync(kAllLanes, cost, 2);
-    uint32_t mine = members == kGroupTokens ? ~0u : static_cast<uint32_t>(cost);
-    uint32_t least = __reduce_min_sync(kAllLanes, mine);
-    int best = (__ffs(__ballot_sync(kAllLanes, mine == least)) - 1) / 4;  // ties: lower group
-    if (group == best) {
-      ++members;
-#pragma unroll
-      for (int c = 0; c < kPart; ++c) drift[c] += deviation[c], load[c] += s.count[t][part * kPart + c];
-    }
-    if (lane == 0) s.group[t] = static_cast<uint8_t>(best);
-  }
-#pragma unroll
-  for (int c = 0; c < kPart; ++c) s.load[group][part * kPart + c] = load[c];
-  __syncwarp();
+  return ratios;
 }
 
-// The swap of a token x of group `from` and a token y of another that leaves their longest stream shortest.
-template <int Classes>
-__device__ bool swap_best_pair(BalanceStorage<Classes>& s, int lane) {
-  constexpr int kStreams = kTokenGroups * Classes;
-  uint32_t longest = 0;  // length << 8 | inverted index: ties to the lower group
-#pragma unroll
-  for (int i = 0; i < kStreams; i += 32) {
-    uint32_t key =
-        static_cast<uint32_t>(s.load[(i + lane) / Classes][(i + lane) % Classes]) << 8 | (kStreams - 1 - (i + lane));
-    longest = key > longest ? key : longest;
-  }
-  longest = __reduce_max_sync(kAllLanes, longest);
-  int from = (kStreams - 1 - static_cast<int>(longest & 0xff)) / Classes;
-  int length = static_cast<int>(longest >> 8);
+// Two counts of a word as a load word.
+__device__ uint32_t low_counts(uint32_t counts) { return ptx::permute_bytes(counts, 0, 0x4140); }
+__device__ uint32_t high_counts(uint32_t counts) { return ptx::permute_bytes(counts, 0, 0x4342); }
 
-  uint32_t best = ~0u;  // worst << 12 | x << 6 | y: ties to the lower x, then to the lower y
-  for (int half = 0; half < 2; ++half) {
-    int y = lane + 32 * half, to = s.group[y];
-    if (to == from) continue;
-    int room_from[Classes], room_to[Classes];  // what x's count is added to or taken from
+template <int Caches>
+__device__ void add_counts(uint32_t (&load)[Caches * kLoadWords], uint32_t const (&plus)[Caches * kCountWords],
+                           uint32_t const (&minus)[Caches * kCountWords]) {
 #pragma unroll
-    for (int c = 0; c < Classes; ++c) {
-      room_from[c] = s.load[from][c] + s.count[y][c];
-      room_to[c] = s.load[to][c] - s.count[y][c];
-    }
-    for (int x = 0; x < kTileTokens; ++x) {
-      if (s.group[x] != from) continue;
-      int worst = 0;
-#pragma unroll
-      for (int c = 0; c < Classes; ++c)
-        worst = max(worst, max(room_from[c] - s.count[x][c], room_to[c] + s.count[x][c]));
-      uint32_t key = static_cast<uint32_t>(worst) << 12 | x << 6 | y;
-      if (worst < length && key < best) best = key;
-    }
+  for (int i = 0; i < Caches * kCountWords; ++i) {
+    load[2 * i] += low_counts(plus[i]) - low_counts(minus[i]);
+    load[2 * i + 1] += high_counts(plus[i]) - high_counts(minus[i]);
   }
-  best = __reduce_min_sync(kAllLanes, best);
-  if (best == ~0u) return false;
-  int x = best >> 6 & 63, y = best & 63, to = s.group[y];
-  __syncwarp();
-  if (lane < Classes) {
-    int d = s.count[x][lane] - s.count[y][lane];
-    s.load[from][lane] -= d;
-    s.load[to][lane] += d;
-  }
-  if (lane == 0) s.group[x] = static_cast<uint8_t>(to), s.group[y] = static_cast<uint8_t>(from);
-  __syncwarp();
-  return true;
 }
 
-template <int Classes>
+// One meeting of this lane's group with another; `load` is the group's.
+template <int Caches>
+__device__ void meet(Token<Caches> (&mine)[kLaneTokens], uint32_t (&load)[Caches * kLoadWords], int pattern, int lane) {
+  constexpr int kCounts = Caches * kCountWords;
+  int other_lane = lane ^ (pattern * kLaneGroup);
+  bool is_first = lane < other_lane;
+
+  // A swap of x and y changes half the sum of squares by u(x) + u(y) - 2 x.y, where u(t) is |t|^2 plus t times what
+  // the other group's load is above its own.
+  int key[kLaneTokens];  // u << 6, and which member of its group the token is, in the place of its group
+#pragma unroll
+  for (int j = 0; j < kLaneTokens; ++j) {
+    int member = kLaneTokens * (lane % kLaneGroup) + j;
+    key[j] = (mine[j].norm & -(1 << kIndexBits)) | (is_first ? member * kGroupTokens : member);
+  }
+  int along[kLaneTokens] = {};
+#pragma unroll
+  for (int i = 0; i < Caches * kLoadWords; ++i) {
+    uint32_t above = __shfl_sync(kAllLanes, load[i], other_lane) - load[i];
+    above += (above & 0x8000u) << 1;  // what the lower half borrowed from the upper one
+#pragma unroll
+    for (int j = 0; j < kLaneTokens; ++j)
+      along[j] = i % 2 ? ptx::dot2_high(above, mine[j].count[i / 2], along[j])
+                       : ptx::dot2_low(above, mine[j].count[i / 2], along[j]);
+  }
+#pragma unroll
+  for (int j = 0; j < kLaneTokens; ++j) key[j] += along[j] << kIndexBits;
+
+  // Lane pairs of the two groups: the first group's lane looks at two of its four, the second's at the other two.
+  int best = INT32_MAX;
+#pragma unroll
+  for (int n = 0; n < kLaneGroup / 2; ++n) {
+    int from = other_lane ^ (is_first ? n : n + kLaneGroup / 2);
+#pragma unroll
+    for (int k = 0; k < kLaneTokens; ++k) {
+      uint32_t count[kCounts];
+#pragma unroll
+      for (int i = 0; i < kCounts; ++i) count[i] = __shfl_sync(kAllLanes, mine[k].count[i], from);
+      int other_key = __shfl_sync(kAllLanes, key[k], from);
+#pragma unroll
+      for (int j = 0; j < kLaneTokens; ++j) {
+        uint32_t dot = 0;
+#pragma unroll
+        for (int i = 0; i < kCounts; ++i) dot = __dp4a(mine[j].count[i], count[i], dot);
+        best = min(best, key[j] + other_key - static_cast<int>(dot << (kIndexBits + 1)));
+      }
+    }
+  }
+  best = min(best, __shfl_xor_sync(kAllLanes, best, 1));
+  best = min(best, __shfl_xor_sync(kAllLanes, best, 2));
+  best = min(best, __shfl_sync(kAllLanes, best, other_lane));
+
+  int first = best >> 3 & (kGroupTokens - 1), second = best & (kGroupTokens - 1);
+  int leaving = is_first ? first : second, entering = is_first ? second : first;
+  int home = lane & -kLaneGroup, other_home = other_lane & -kLaneGroup;
+  Token<Caches> out, in;
+  bool upper = leaving % kLaneTokens;
+#pragma unroll
+  for (int i = 0; i < kCounts; ++i) {
+    uint32_t given = upper ? mine[1].count[i] : mine[0].count[i];
+    out.count[i] = __shfl_sync(kAllLanes, given, home | leaving / kLaneTokens);
+    in.count[i] = __shfl_sync(kAllLanes, given, other_home | entering / kLaneTokens);
+  }
+  in.norm = __shfl_sync(kAllLanes, upper ? mine[1].norm : mine[0].norm, other_home | entering / kLaneTokens);
+  if (best >= 0) return;  // no swap helps these two groups
+  add_counts<Caches>(load, in.count, out.count);
+  if (lane % kLaneGroup != leaving / kLaneTokens) return;
+  if (upper) mine[1] = in;
+  else mine[0] = in;
+}
+
+// The longest of the group's streams in one cache, from the scaled loads.
+__device__ int longest_stream(uint32_t const* load, uint32_t ratios) {
+  uint32_t most = 0;
+#pragma unroll
+  for (int c = 0; c < kClasses; ++c)
+    most = max(most, (load[c / 2] >> 16 * (c % 2) & 0xffff) * (ratios >> 4 * c & 15));
+  return static_cast<int>(__reduce_max_sync(kAllLanes, most) / kRatioBase);
+}
+
+template <int Words, int Caches>
+struct BalanceStorage {
+  uint32_t rows[Caches][kTileTokens][Words];
+};
+
+template <int Words, int Caches>
 __global__ void __launch_bounds__(32 * kWarps)
-    balance_kernel(BalanceOperand first, BalanceOperand second, int64_t tiles, int64_t tiles_per_head, int64_t tokens,
-                   int padded, uint8_t* token_order) {
-  __shared__ BalanceStorage<Classes> storage[kWarps];
-  BalanceStorage<Classes>& s = storage[threadIdx.x / 32];
+    balance_kernel(BalanceOperand first, BalanceOperand second, int64_t tiles, unsigned tiles_per_head,
+                   uint8_t* token_order) {
+  __shared__ __align__(16) BalanceStorage<Words, Caches> storage[kWarps];
+  auto& s = storage[threadIdx.x / 32];
   int lane = threadIdx.x % 32;
   int64_t tile = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
   if (tile >= tiles) return;
-  int64_t head = tile / tiles_per_head, first_token = tile % tiles_per_head * kTileTokens;
-  count_classes<Classes, 0>(s, first, head, tokens, first_token, padded, lane);
-  if constexpr (Classes > kClasses)
-    count_classes<Classes, kClasses>(s, second, head, tokens, first_token, padded, lane);
-  assign_greedily(s, lane);
-  for (int i = 0; i < kTokenSwaps && swap_best_pair(s, lane); ++i) {}
+  int64_t channels = int64_t{static_cast<unsigned>(tile) / tiles_per_head} * 32 * Words, masks = tile * kTileTokens * Words;
 
-  // Positions of a group are group, group + 8, ..., in increasing order of token.
-  for (int t = lane; t < kTileTokens; t += 32) {
-    int before = 0;
-    for (int u = 0; u < t; ++u) before += s.group[u] == s.group[t];
-    token_order[tile * kTileTokens + s.group[t] + kTokenGroups * before] = static_cast<uint8_t>(t);
+  Token<Caches> mine[kLaneTokens];
+  uint32_t ratios[Caches];
+#pragma unroll
+  for (int o = 0; o < Caches; ++o) {
+    BalanceOperand const& operand = o ? second : first;
+    uint32_t rows[kHalves][Words];
+    load_rows<Words>(rows, operand.masks + masks, operand.channel_order + channels, lane);
+#pragma unroll
+    for (int h = 0; h < kHalves; ++h)
+#pragma unroll
+      for (int w = 0; w < Words; ++w) s.rows[o][32 * h + lane][w] = rows[h][w];
+    __syncwarp();
+    uint32_t scaled[kLaneTokens][kCountWords];
+    ratios[o] = scale_counts<Words, Caches>(s.rows[o], lane, scaled);
+#pragma unroll
+    for (int j = 0; j < kLaneTokens; ++j)
+#pragma unroll
+      for (int i = 0; i < kCountWords; ++i) mine[j].count[o * kCountWords + i] = scaled[j][i];
   }
-  auto longest_of = [&](int first_class) {
-    int longest = 0;
-    for (int i = lane; i < kTokenGroups * kClasses; i += 32)
-      longest = max(longest, s.load[i / kClasses][first_class + i % kClasses]);
-    return __reduce_max_sync(kAllLanes, longest);
-  };
-  int longest = longest_of(0);
-  if (lane == 0) first.longest[tile] = longest;
-  if constexpr (Classes > kClasses) {
-    longest = longest_of(kClasses);
-    if (lane == 0) second.longest[tile] = longest;
+#pragma unroll
+  for (int j = 0; j < kLaneTokens; ++j) {
+    uint32_t norm = 0;
+#pragma unroll
+    for (int i = 0; i < Caches * kCountWords; ++i) norm = __dp4a(mine[j].count[i], mine[j].count[i], norm);
+    int token = lane / kLaneGroup + kTokenGroups * (kLaneTokens * (lane % kLaneGroup) + j);
+    mine[j].norm = static_cast<int>(norm << kIndexBits) | token;
+  }
+  uint32_t load[Caches * kLoadWords];
+#pragma unroll
+  for (int i = 0; i < Caches * kCountWords; ++i) {
+    load[2 * i] = low_counts(mine[0].count[i]) + low_counts(mine[1].count[i]);
+    load[2 * i + 1] = high_counts(mine[0].count[i]) + high_counts(mine[1].count[i]);
+  }
+#pragma unroll
+  for (int i = 0; i < Caches * kLoadWords; ++i)
+#pragma unroll
+    for (int step = 1; step < kLaneGroup; step *= 2) load[i] += __shfl_xor_sync(kAllLanes, load[i], step);
+
+#pragma unroll 1
+  for (int round = 0; round < token_rounds(Caches); ++round) meet<Caches>(mine, load, round_pattern(round), lane);
+
+#pragma unroll
+  for (int o = 0; o < Caches; ++o) {
+    BalanceOperand const& operand = o ? second : first;
+    int longest = longest_stream(load + o * kLoadWords, ratios[o]);
+    if (lane == 0) operand.longest[tile] = longest;
+#pragma unroll
+    for (int j = 0; j < kLaneTokens; ++j) {
+      int token = mine[j].norm & (kTileTokens - 1);
+      int position = lane / kLaneGroup + kTokenGroups * (kLaneTokens * (lane % kLaneGroup) + j);
+      if (o == 0) token_order[tile * kTileTokens + position] = static_cast<uint8_t>(token);
+#pragma unroll
+      for (int w = 0; w < Words; w += 2)
+        *reinterpret_cast<uint2*>(operand.masks + masks + position * Words + w) =
+            *reinterpret_cast<uint2 const*>(&s.rows[o][token][w]);
+    }
   }
 }
 
@@ -192,10 +291,15 @@ void balance(BalanceOperand const& first, BalanceOperand const& second, int head
   int64_t tiles_per_head = (tokens + kTileTokens - 1) / kTileTokens, tiles = heads * tiles_per_head;
   auto launch = [&](auto kernel) {
     kernel<<<static_cast<unsigned>((tiles + kWarps - 1) / kWarps), 32 * kWarps, 0, stream>>>(
-        first, second, tiles, tiles_per_head, tokens, padded_head_dim, token_order);
+        first, second, tiles, static_cast<unsigned>(tiles_per_head), token_order);
   };
-  if (second.masks) launch(balance_kernel<2 * kClasses>);
-  else launch(balance_kernel<kClasses>);
+  auto launch_caches = [&](auto one, auto pair) {
+    if (second.masks) launch(pair);
+    else launch(one);
+  };
+  if (padded_head_dim == 64) launch_caches(balance_kernel<2, 1>, balance_kernel<2, 2>);
+  else if (padded_head_dim == 128) launch_caches(balance_kernel<4, 1>, balance_kernel<4, 2>);
+  else launch_caches(balance_kernel<8, 1>, balance_kernel<8, 2>);
   check_cuda(cudaGetLastError(), "launch of balance");
 }
 

@@ -16,16 +16,35 @@ struct DenseView {
   int64_t tokens;
   int head_dim;
   format::DType dtype;
+
+  // The first element of a token, which is 16 bits wide.
+  CUTE_HOST_DEVICE uint16_t const* row(unsigned head, int64_t token) const {
+    return static_cast<uint16_t const*>(data) + int64_t{head / kv_heads} * stride_batch +
+           int64_t{head % kv_heads} * stride_head + token * stride_token;
+  }
+  // Whether every token starts on 16 bytes.
+  bool has_aligned_rows() const {
+    constexpr int kValues = 8;
+    return reinterpret_cast<uintptr_t>(data) % 16 == 0 && stride_batch % kValues == 0 && stride_head % kValues == 0 &&
+           stride_token % kValues == 0;
+  }
 };
 
-// masks (batch * kv_heads * tokens, padded / 32): kept and nonzero, or null. counts (batch * kv_heads, padded):
-// nonzeros of a channel, or null. pruned: contiguous copy with zeros for what is not kept, or null. keep = 0 keeps
-// every nonzero.
+// Scratch of one word for every lane of a tile's bitmap: mask_bytes for each tile. `select` writes it channel by
+// channel, words of 32 tokens of a tile; `balance` turns it into rows of channels, tokens and channels in position
+// order, for `pack`.
+constexpr int64_t mask_bytes(int padded_head_dim) { return int64_t{format::kTileTokens} * padded_head_dim / 8; }
+
+// masks: what is kept and nonzero, with counts (batch * kv_heads, padded), the nonzeros of every channel; or both null.
+// pruned: contiguous copy with zeros for what is not kept, or null. keep = 0 keeps every nonzero.
 void select(DenseView const& x, int keep, uint32_t* masks, int32_t* counts, void* pruned, cudaStream_t stream);
+
+// The channel order (heads, padded): densest channels first, dealt to the classes back and forth.
+void deal(int32_t const* counts, int heads, int padded_head_dim, uint8_t* channel_order, cudaStream_t stream);
 
 // What `balance` reads of one cache, and the longest stream of each of its tiles that it writes.
 struct BalanceOperand {
-  uint32_t const* masks;
+  uint32_t* masks;
   uint8_t const* channel_order;
   int32_t* longest;
 };
@@ -33,7 +52,13 @@ struct BalanceOperand {
 void balance(BalanceOperand const& first, BalanceOperand const& second, int heads, int64_t tokens, int padded_head_dim,
              uint8_t* token_order, cudaStream_t stream);
 
-void pack(DenseView const& x, uint32_t const* masks, format::SparseView const& view, cudaStream_t stream);
+// row_offsets (tiles + 1), and totals: rows in all, rows of the longest tile, nonzeros. At least one tile.
+void offsets(int32_t const* longest, int64_t tiles, int32_t const* counts, int heads, int padded_head_dim,
+             int32_t* row_offsets, int64_t* totals, cudaStream_t stream);
+
+// Writes the blocks, unless they would take more rows than `capacity`; keep as for `select`, totals from `offsets`.
+void pack(DenseView const& x, uint32_t const* masks, int keep, int64_t const* totals, int64_t capacity,
+          format::SparseView const& view, cudaStream_t stream);
 
 void decompress(format::SparseView const& view, void* out, cudaStream_t stream);
 

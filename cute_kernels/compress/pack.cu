@@ -1,189 +1,237 @@
-// Packs tiles and unpacks them, one CTA a tile. Dense data passes through shared memory, so that global accesses are
-// whole rows; lanes then walk their elements in the order of format/tile.hpp.
-#include <type_traits>
+// Packs tiles, one CTA a tile. The dense tile arrives in shared memory with its rows in position order. A warp then
+// takes a run of every lane's elements: it builds their bitmap words from the rows of bits that `balance` left, and
+// copies the values that are present, in order, to where their stream has come. Which element is which is known at
+// compile time, from element_layout; what differs from lane to lane is only where a row and a channel begin.
+#include <cute/arch/copy_sm80.hpp>
+#include <cute/pointer.hpp>
 
-#include "cute_kernels/common/error.hpp"
-#include "cute_kernels/compress/compress.hpp"
+#include "cute_kernels/common/ptx.hpp"
+#include "cute_kernels/compress/tile_kernel.hpp"
 
 namespace cute_kernels::compress {
 namespace {
 
 using namespace format;
 
-constexpr int kWarps = 4;  // each takes a quarter of every lane's bitmap words
+constexpr int kStreams = Codec16::kStreams;
+constexpr int kVectorValues = 8;  // of 16 bits in 16 bytes
+constexpr int kBatch = 4;         // values on their way from one place in shared memory to another
 
-// Where a tile lies in the storage and in the dense tensor.
-struct TilePlace {
-  int64_t tile, head, first_token;
-  int tokens;  // that exist
-  uint32_t* block;
-  int rows;
-
-  __device__ TilePlace(SparseView const& view) {
-    tile = blockIdx.x;
-    head = tile / view.tiles_per_head();
-    first_token = tile % view.tiles_per_head() * kTileTokens;
-    tokens = static_cast<int>(min(int64_t{kTileTokens}, view.tokens - first_token));
-    block = const_cast<uint32_t*>(view.blocks) + int64_t{view.row_offsets[tile]} * kLanes;
-    rows = view.row_offsets[tile + 1] - view.row_offsets[tile];
-  }
-};
-
-template <int HeadDim>
-struct TileOrder {
-  uint8_t token[kTileTokens];  // by position
-  uint8_t channel[HeadDim];
-
-  __device__ void load(SparseView const& view, TilePlace const& place) {
-    for (int i = threadIdx.x; i < kTileTokens; i += blockDim.x)
-      token[i] = view.token_order[place.tile * kTileTokens + i];
-    for (int i = threadIdx.x; i < HeadDim; i += blockDim.x) channel[i] = view.channel_order[place.head * HeadDim + i];
-  }
-};
-
-struct Element {
-  int token, channel;
-};
+constexpr int warps_of(int head_dim) { return head_dim == kMaxHeadDim ? 4 : 2; }
 
 template <int HeadDim>
 struct PackStorage {
-  uint16_t dense[kTileTokens][HeadDim];
-  uint32_t masks[kTileTokens][HeadDim / 32];
-  uint32_t values[lane_elements(HeadDim) / Codec16::kStreams][kLanes];
-  int lengths[kWarps][kLanes][Codec16::kStreams];
-  TileOrder<HeadDim> order;
+  static constexpr int kWarps = warps_of(HeadDim);
+
+  alignas(16) uint16_t dense[kTileTokens][HeadDim];  // by token position and channel
+  alignas(16) uint32_t bits[kTileTokens][HeadDim / 32];  // by token and channel position
+  uint8_t channel[HeadDim];                              // by position
+  uint32_t lengths[kWarps][kLanes];                      // of the streams, 16 bits each
+  alignas(16) uint16_t values[][kLanes][kStreams];       // staged value rows
 };
 
-template <Role kRole, int HeadDim>
-__global__ void __launch_bounds__(32 * kWarps) pack_kernel(DenseView x, uint32_t const* masks, SparseView view) {
-  extern __shared__ __align__(16) uint8_t shared[];
-  auto& s = *reinterpret_cast<PackStorage<HeadDim>*>(shared);
-  constexpr auto kLayout = decltype(element_layout<kRole, HeadDim>()){};
-  constexpr int kWords = bitmap_rows(HeadDim) / kWarps;  // of this warp
-  int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  TilePlace place(view);
-  int value_rows = place.rows - bitmap_rows(HeadDim);
-
-  s.order.load(view, place);
-  auto const* from = static_cast<uint16_t const*>(x.data) + place.head / x.kv_heads * x.stride_batch +
-                     place.head % x.kv_heads * x.stride_head + place.first_token * x.stride_token;
-  for (int i = threadIdx.x; i < place.tokens * HeadDim; i += blockDim.x)
-    if (int t = i / HeadDim, c = i % HeadDim; c < x.head_dim) s.dense[t][c] = from[t * x.stride_token + c];
-  for (int i = threadIdx.x; i < kTileTokens * (HeadDim / 32); i += blockDim.x) {
-    int t = i / (HeadDim / 32), w = i % (HeadDim / 32);
-    s.masks[t][w] = t < place.tokens ? masks[(place.head * x.tokens + place.first_token + t) * (HeadDim / 32) + w] : 0;
-  }
-  for (int i = threadIdx.x; i < value_rows * kLanes; i += blockDim.x) s.values[i / kLanes][i % kLanes] = 0;
-  __syncthreads();
-
-  // The stream of an element follows from its place in the word alone, so unrolled loops keep counters in registers.
-  static_assert(kWordElements % Codec16::kStreams == 0);
-  uint32_t words[kWords] = {};
-  int length[Codec16::kStreams] = {};
-  auto at = [&](int e) {  // this lane's element e
-    int index = kLayout(lane, e);
-    return Element{s.order.token[index / HeadDim], s.order.channel[index % HeadDim]};
-  };
-#pragma unroll
-  for (int w = 0; w < kWords; ++w) {
-#pragma unroll 4
-    for (int i = 0; i < kWordElements; ++i) {
-      int e = (warp * kWords + w) * kWordElements + i;
-      auto [token, channel] = at(e);
-      uint32_t present = s.masks[token][channel / 32] >> channel % 32 & 1;
-      words[w] |= present << bitmap_bit(e);
-      length[Codec16::stream(i)] += present;
-    }
-    place.block[(warp * kWords + w) * kLanes + lane] = words[w];
-  }
-  for (int j = 0; j < Codec16::kStreams; ++j) s.lengths[warp][lane][j] = length[j];
-  __syncthreads();
-
-  int row[Codec16::kStreams] = {};
-  for (int j = 0; j < Codec16::kStreams; ++j)
-    for (int w = 0; w < warp; ++w) row[j] += s.lengths[w][lane][j];
-  auto* values = reinterpret_cast<uint16_t*>(s.values);
-#pragma unroll
-  for (int w = 0; w < kWords; ++w) {
-#pragma unroll 4
-    for (int i = 0; i < kWordElements; ++i) {
-      int e = (warp * kWords + w) * kWordElements + i;
-      if (!(words[w] >> bitmap_bit(e) & 1)) continue;
-      auto [token, channel] = at(e);
-      int stream = Codec16::stream(i);
-      values[(row[stream]++ * kLanes + lane) * Codec16::kStreams + stream] = s.dense[token][channel];
-    }
-  }
-  __syncthreads();
-  for (int i = threadIdx.x; i < value_rows * kLanes; i += blockDim.x)
-    place.block[bitmap_rows(HeadDim) * kLanes + i] = s.values[i / kLanes][i % kLanes];
+// Bits of a bitmap word that are of one stream.
+__device__ constexpr uint32_t stream_bits(int stream) {
+  uint32_t bits = 0;
+  for (int e = 0; e < kWordElements; ++e)
+    if (Codec16::stream(e) == stream) bits |= 1u << bitmap_bit(e);
+  return bits;
 }
 
 template <int HeadDim>
-struct UnpackStorage {
-  uint16_t dense[kTileTokens][HeadDim];
-  TileOrder<HeadDim> order;
+__device__ void load_tile(PackStorage<HeadDim>& s, DenseView const& x, uint32_t const* masks, SparseView const& view,
+                          TilePlace const& place, bool vectors) {
+  constexpr int kThreads = 32 * warps_of(HeadDim), kRowVectors = HeadDim / kVectorValues;
+  constexpr int kVectors = kTileTokens * kRowVectors / kThreads, kRowStep = kThreads / kRowVectors;
+  static_assert(kThreads % kRowVectors == 0, "a thread stays in its column of vectors");
+  uint16_t const* from = x.row(place.head, place.first_token);
+  uint8_t const* order = view.token_order + place.tile * kTileTokens;
+  int column = threadIdx.x % kRowVectors, first_row = threadIdx.x / kRowVectors;
+  int token[kVectors];
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) token[i] = order[first_row + i * kRowStep];
+
+  constexpr int kBitVectors = sizeof(s.bits) / 16;
+  for (int i = threadIdx.x; i < kBitVectors; i += kThreads)
+    ptx::cp_async_16(cute::cast_smem_ptr_to_uint(&s.bits[0][0] + 4 * i),
+                     masks + place.tile * kTileTokens * (HeadDim / 32) + 4 * i, 16);
+  if (threadIdx.x < HeadDim / 16)
+    ptx::cp_async_16(cute::cast_smem_ptr_to_uint(s.channel + 16 * threadIdx.x),
+                     view.channel_order + place.head * HeadDim + 16 * threadIdx.x, 16);
+  cute::cp_async_fence();
+  // What is not there is never read.
+  if (!vectors) {
+    for (int row = 0; row < kTileTokens; ++row)
+      for (int c = threadIdx.x; order[row] < place.tokens && c < x.head_dim; c += kThreads)
+        s.dense[row][c] = from[order[row] * x.stride_token + c];
+    cute::cp_async_fence();
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    if (column * kVectorValues >= x.head_dim || token[i] >= place.tokens) continue;
+    ptx::cp_async_16(cute::cast_smem_ptr_to_uint(&s.dense[first_row + i * kRowStep][column * kVectorValues]),
+                     from + token[i] * x.stride_token + column * kVectorValues, 16);
+  }
+  cute::cp_async_fence();
+}
+
+// What a warp does, a lane's part of it: elements [first, first + kElements) of the tile's order.
+template <Role kRole, int HeadDim>
+struct LanePart {
+  static constexpr int kElements = lane_elements(HeadDim) / warps_of(HeadDim);
+  static constexpr int kWords = kElements / kWordElements;
+  static_assert((kElements & (kElements - 1)) == 0, "first and offset must share no bits");
+
+  int token, channel;  // positions of its first element
+  uint32_t words[kWords];
+
+  // Positions relative to the first element's; all positions are powers of two added up.
+  static constexpr int offset(int element) { return decltype(element_layout<kRole, HeadDim>()){}(0, element); }
+  static constexpr int token_offset(int element) { return offset(element) / HeadDim; }
+  static constexpr int channel_offset(int element) { return offset(element) % HeadDim; }
+
+  __device__ LanePart(int lane, int warp) {
+    int first = decltype(element_layout<kRole, HeadDim>()){}(lane, warp * kElements);
+    token = first / HeadDim;
+    channel = first % HeadDim;
+  }
+
+  // The bitmap words, from rows of bits. Indices are known when loops are unrolled: what is not used is never loaded.
+  __device__ void build_words(PackStorage<HeadDim> const& s) {
+    uint32_t row[kTileTokens][HeadDim / 32];
+#pragma unroll
+    for (int e = 0; e < kElements; ++e)
+      row[token_offset(e)][channel_offset(e) / 32] =
+          s.bits[token + token_offset(e)][channel / 32 + channel_offset(e) / 32] >> channel % 32;
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) words[w] = 0;
+#pragma unroll
+    for (int e = 0; e < kElements; ++e) {
+      int from = channel_offset(e) % 32, to = bitmap_bit(e);
+      uint32_t bits = row[token_offset(e)][channel_offset(e) / 32];
+      words[bitmap_word(e)] |= (from > to ? bits >> (from - to) : bits << (to - from)) & 1u << to;
+    }
+  }
+
+  // Lengths of its parts of the streams, 16 bits each.
+  __device__ uint32_t lengths() const {
+    uint32_t length = 0;
+#pragma unroll
+    for (int w = 0; w < kWords; ++w)
+#pragma unroll
+      for (int j = 0; j < kStreams; ++j) length += __popc(words[w] & stream_bits(j)) << 16 * j;
+    return length;
+  }
+
+  // Copies its values to the staged rows, those of each stream from its rank on.
+  __device__ void stage_values(PackStorage<HeadDim>& s, int lane, uint32_t ranks) {
+    uint32_t place[kStreams], source[HeadDim], row = cute::cast_smem_ptr_to_uint(s.dense[token]);
+#pragma unroll
+    for (int j = 0; j < kStreams; ++j) place[j] = cute::cast_smem_ptr_to_uint(&s.values[rank(ranks, j)][lane][j]);
+#pragma unroll
+    for (int e = 0; e < kElements; ++e) source[channel_offset(e)] = row + 2 * s.channel[channel + channel_offset(e)];
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) ptx::forget(words[w]);
+    uint32_t value[kBatch] = {};
+#pragma unroll
+    for (int e0 = 0; e0 < kElements; e0 += kBatch) {
+#pragma unroll
+      for (int e = e0; e < e0 + kBatch; ++e)
+        ptx::load_shared_u16_if(value[e - e0], source[channel_offset(e)] + token_offset(e) * HeadDim * 2,
+                                words[bitmap_word(e)], 1u << bitmap_bit(e));
+#pragma unroll
+      for (int e = e0; e < e0 + kBatch; ++e)
+        ptx::append_shared_u16_if(place[Codec16::stream(e)], value[e - e0], kRowBytes, words[bitmap_word(e)],
+                                  1u << bitmap_bit(e));
+    }
+  }
+
+  // The same for blocks that are longer than what can be staged: only the values of rows [first_row, first_row + rows).
+  __device__ void stage_window(PackStorage<HeadDim>& s, TilePlace const& place, int lane, int warp, uint32_t ranks,
+                               int first_row, int rows) {
+    int row[kStreams];
+    for (int j = 0; j < kStreams; ++j) row[j] = rank(ranks, j) - first_row;
+#pragma unroll 1
+    for (int e = warp * kElements; e < (warp + 1) * kElements; ++e) {
+      if (!(place.block[bitmap_word(e) * kLanes + lane] >> bitmap_bit(e) & 1)) continue;
+      int position = decltype(element_layout<kRole, HeadDim>()){}(lane, e), j = Codec16::stream(e);
+      uint16_t value = s.dense[position / HeadDim][s.channel[position % HeadDim]];
+#pragma unroll
+      for (int i = 0; i < kStreams; ++i) {  // no index that is known only at run time
+        if (i != j) continue;
+        if (row[i] >= 0 && row[i] < rows) s.values[row[i]][lane][i] = value;
+        ++row[i];
+      }
+    }
+  }
+
+  __device__ static int rank(uint32_t ranks, int stream) { return ranks >> 16 * stream & 0xffff; }
 };
 
 template <Role kRole, int HeadDim>
-__global__ void __launch_bounds__(32) unpack_kernel(SparseView view, uint16_t* out) {
+__global__ void __launch_bounds__(32 * warps_of(HeadDim))
+    pack_kernel(DenseView x, bool vectors, uint32_t const* masks, int64_t const* totals, int64_t capacity,
+                SparseView view, int staged_rows) {
   extern __shared__ __align__(16) uint8_t shared[];
-  auto& s = *reinterpret_cast<UnpackStorage<HeadDim>*>(shared);
-  constexpr auto kLayout = decltype(element_layout<kRole, HeadDim>()){};
-  int lane = threadIdx.x;
+  auto& s = *reinterpret_cast<PackStorage<HeadDim>*>(shared);
+  constexpr int kThreads = 32 * warps_of(HeadDim), kRowVectors = kRowBytes / 16;
+  int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  if (*totals > capacity) return;
   TilePlace place(view);
-  s.order.load(view, place);
-  __syncwarp();
-  int row[Codec16::kStreams] = {};
-  for (int w = 0; w < bitmap_rows(HeadDim); ++w) {
-    uint32_t word = place.block[w * kLanes + lane];
-    for (int i = 0; i < kWordElements; ++i) {
-      int e = w * kWordElements + i, index = kLayout(lane, e), stream = Codec16::stream(e);
-      uint32_t value = 0;
-      if (word >> bitmap_bit(e) & 1)
-        value = Codec16::extract(place.block[(bitmap_rows(HeadDim) + row[stream]++) * kLanes + lane], stream);
-      s.dense[s.order.token[index / HeadDim]][s.order.channel[index % HeadDim]] = static_cast<uint16_t>(value);
-    }
-  }
-  __syncwarp();
-  auto* to = out + (place.head * view.tokens + place.first_token) * view.head_dim;
-  for (int i = lane; i < place.tokens * HeadDim; i += 32)
-    if (int t = i / HeadDim, c = i % HeadDim; c < view.head_dim) to[t * view.head_dim + c] = s.dense[t][c];
-}
+  load_tile(s, x, masks, view, place, vectors);
+  cute::cp_async_wait<1>();
+  __syncthreads();
 
-template <class F>
-void visit_shape(SparseView const& view, F&& f) {
-  auto visit_role = [&](auto head_dim) {
-    if (view.role == Role::kKey) f(std::integral_constant<Role, Role::kKey>{}, head_dim);
-    else f(std::integral_constant<Role, Role::kValue>{}, head_dim);
+  LanePart<kRole, HeadDim> part(lane, warp);
+  part.build_words(s);
+#pragma unroll
+  for (int w = 0; w < part.kWords; ++w) place.block[(warp * part.kWords + w) * kLanes + lane] = part.words[w];
+  s.lengths[warp][lane] = part.lengths();
+  int value_rows = place.rows - bitmap_rows(HeadDim);
+  auto* staged = reinterpret_cast<uint4*>(s.values);
+  auto zero_staged = [&](int rows) {
+    for (int i = threadIdx.x; i < rows * kRowVectors; i += kThreads) staged[i] = make_uint4(0, 0, 0, 0);
   };
-  if (view.padded_head_dim == 64) visit_role(std::integral_constant<int, 64>{});
-  else if (view.padded_head_dim == 128) visit_role(std::integral_constant<int, 128>{});
-  else visit_role(std::integral_constant<int, 256>{});
-}
+  zero_staged(min(value_rows, staged_rows));
+  cute::cp_async_wait<0>();
+  __syncthreads();
 
-template <class Kernel, class... Args>
-void launch(Kernel kernel, SparseView const& view, int threads, size_t shared_bytes, cudaStream_t stream,
-            char const* what, Args... args) {
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)),
-             "cudaFuncSetAttribute");
-  kernel<<<static_cast<unsigned>(view.tiles()), threads, shared_bytes, stream>>>(args...);
-  check_cuda(cudaGetLastError(), what);
+  uint32_t ranks = 0;
+#pragma unroll
+  for (int w = 0; w < warps_of(HeadDim) - 1; ++w)
+    if (w < warp) ranks += s.lengths[w][lane];
+  auto* to = reinterpret_cast<uint4*>(place.block + bitmap_rows(HeadDim) * kLanes);
+  auto write_staged = [&](int rows) {
+    __syncthreads();
+    for (int i = threadIdx.x; i < rows * kRowVectors; i += kThreads) to[i] = staged[i];
+    to += rows * kRowVectors;
+  };
+  if (value_rows <= staged_rows) {
+    part.stage_values(s, lane, ranks);
+    write_staged(value_rows);
+    return;
+  }
+  for (int first_row = 0; first_row < value_rows; first_row += staged_rows) {
+    int rows = min(value_rows - first_row, staged_rows);
+    part.stage_window(s, place, lane, warp, ranks, first_row, rows);
+    write_staged(rows);
+    __syncthreads();
+    zero_staged(staged_rows);
+    __syncthreads();
+  }
 }
 
 }  // namespace
 
-void pack(DenseView const& x, uint32_t const* masks, SparseView const& view, cudaStream_t stream) {
+void pack(DenseView const& x, uint32_t const* masks, int keep, int64_t const* totals, int64_t capacity,
+          SparseView const& view, cudaStream_t stream) {
   visit_shape(view, [&](auto role, auto head_dim) {
-    launch(pack_kernel<role(), head_dim()>, view, 32 * kWarps, sizeof(PackStorage<head_dim()>), stream,
-           "launch of pack", x, masks, view);
-  });
-}
-
-void decompress(SparseView const& view, void* out, cudaStream_t stream) {
-  visit_shape(view, [&](auto role, auto head_dim) {
-    launch(unpack_kernel<role(), head_dim()>, view, 32, sizeof(UnpackStorage<head_dim()>), stream,
-           "launch of decompress", view, static_cast<uint16_t*>(out));
+    // Streams are about `keep` long: room for most tiles' values, or for those of any tile.
+    int staged_rows = keep > 0 && 2 * keep <= head_dim() ? head_dim() / 8 * 5 : head_dim();
+    launch_tiles(pack_kernel<role(), head_dim()>, view, 32 * warps_of(head_dim()),
+                 sizeof(PackStorage<head_dim()>) + staged_rows * kRowBytes, stream, "launch of pack", x,
+                 x.has_aligned_rows(), masks, totals, capacity, view, staged_rows);
   });
 }
 

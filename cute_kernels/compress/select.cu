@@ -1,79 +1,163 @@
-// Which elements are kept: per token the `keep` largest magnitudes, ties to the lower channel. No sort: the threshold
-// is found by bisection on the 15 bits of the magnitude, one warp a token, then ties are ranked by prefix popcounts.
+// Which elements are kept: per token the `keep` largest magnitudes, ties to the lower channel. No sort: a lane takes a
+// token, turns its magnitudes into bit planes and finds the keep-th largest bit by bit, from the highest plane down.
+// Each step then looks at 32 channels a word, and nothing of it crosses lanes.
+#include <cute/arch/copy_sm80.hpp>
+#include <cute/pointer.hpp>
+
 #include "cute_kernels/common/error.hpp"
 #include "cute_kernels/common/numeric.hpp"
+#include "cute_kernels/compress/bits.hpp"
 #include "cute_kernels/compress/compress.hpp"
 
 namespace cute_kernels::compress {
 namespace {
 
-constexpr int kWarps = 4;             // a CTA; each takes a run of tokens, so that channel counts stay in registers
-constexpr int kTokensPerWarp = 16;
+constexpr int kHalfTokens = 32;  // of a tile: a warp's, a lane each
+constexpr int kHalves = format::kTileTokens / kHalfTokens;
+constexpr int kVectorValues = 8;  // of 16 bits in 16 bytes
+constexpr int kMagnitudeBits = 15;
 
-// Lane l holds channels l, l + 32, ...: a ballot is a mask word in natural channel order.
 template <int Words>
-__device__ void keep_largest(uint32_t const (&key)[Words], int keep, uint32_t (&kept)[Words]) {
-  uint32_t threshold = 0;  // in the end the keep-th largest key
-  for (uint32_t bit = 1u << 14; bit; bit >>= 1) {
+struct SelectStorage {
+  static constexpr int kVectors = 32 * Words / kVectorValues;
+  uint4 dense[kHalfTokens][kVectors + 1];  // an odd stride: lanes that walk along their rows meet no bank conflicts
+  uint32_t kept[kHalfTokens][Words];
+};
+
+// Rows of this half tile to shared memory, zeros for tokens and channels that are not there.
+template <int Words>
+__device__ void load_rows(SelectStorage<Words>& s, DenseView const& x, uint16_t const* from, int tokens, bool vectors,
+                          int lane) {
+  constexpr int kVectors = SelectStorage<Words>::kVectors;
+  if (!vectors) {
+    for (int t = 0; t < kHalfTokens; ++t)
+      for (int c = lane; c < kVectors * kVectorValues; c += 32)
+        reinterpret_cast<uint16_t*>(s.dense[t])[c] =
+            t < tokens && c < x.head_dim ? from[t * x.stride_token + c] : uint16_t{0};
+    __syncwarp();
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < kHalfTokens * kVectors / 32; ++i) {
+    int t = (32 * i + lane) / kVectors, v = (32 * i + lane) % kVectors;
+    bool exists = t < tokens && v * kVectorValues < x.head_dim;
+    uint16_t const* source = from + (exists ? t * x.stride_token + v * kVectorValues : 0);
+    ptx::cp_async_16(cute::cast_smem_ptr_to_uint(&s.dense[t][v]), source, exists ? 16 : 0);
+  }
+  cute::cp_async_fence();
+  cute::cp_async_wait<0>();
+  __syncwarp();
+}
+
+// Every NaN counts as one magnitude above infinity, see `nan_key`.
+template <bool kBFloat16, int Words>
+__device__ void unify_nans(uint32_t (&planes)[Words][kMagnitudeBits]) {
+  constexpr int kMantissaBits = kBFloat16 ? 7 : 10;
+#pragma unroll
+  for (int w = 0; w < Words; ++w) {
+    uint32_t special = ~0u, mantissa = 0;
+#pragma unroll
+    for (int p = kMantissaBits; p < kMagnitudeBits; ++p) special &= planes[w][p];
+    if (!special) continue;
+#pragma unroll
+    for (int p = 0; p < kMantissaBits; ++p) mantissa |= planes[w][p];
+    uint32_t nan = special & mantissa;
+#pragma unroll
+    for (int p = 0; p < kMantissaBits; ++p) planes[w][p] = p == 0 ? planes[w][p] | nan : planes[w][p] & ~nan;
+  }
+}
+
+// Sets the bits of the `keep` largest nonzero magnitudes.
+template <int Words>
+__device__ void keep_largest(uint32_t const (&planes)[Words][kMagnitudeBits], int keep, uint32_t (&kept)[Words]) {
+  uint32_t candidate[Words];  // magnitudes that agree with the keep-th largest in all planes so far
+#pragma unroll
+  for (int w = 0; w < Words; ++w) candidate[w] = ~0u, kept[w] = 0;
+  int missing = keep;
+  bool positive = false;  // the keep-th largest is not zero
+#pragma unroll
+  for (int p = kMagnitudeBits - 1; p >= 0; --p) {
     int count = 0;
 #pragma unroll
-    for (int w = 0; w < Words; ++w) count += __popc(__ballot_sync(~0u, key[w] >= (threshold | bit)));
-    if (count >= keep) threshold |= bit;
-  }
-  int free = keep;
+    for (int w = 0; w < Words; ++w) count += __popc(candidate[w] & planes[w][p]);
+    bool enough = count >= missing;
+    uint32_t same = enough ? ~0u : 0;  // the bit of the keep-th largest
+    positive |= enough;
+    missing -= enough ? 0 : count;
 #pragma unroll
-  for (int w = 0; w < Words; ++w) {
-    kept[w] = __ballot_sync(~0u, key[w] > threshold);
-    free -= __popc(kept[w]);
+    for (int w = 0; w < Words; ++w) {
+      kept[w] |= candidate[w] & planes[w][p] & ~same;
+      candidate[w] &= ~(planes[w][p] ^ same);
+    }
   }
+  if (!positive) return;
 #pragma unroll
-  for (int w = 0; w < Words; ++w) {
-    uint32_t equal = __ballot_sync(~0u, key[w] == threshold);
-    bool take = (equal >> threadIdx.x % 32 & 1) && __popc(equal & ((1u << threadIdx.x % 32) - 1)) < free;
-    kept[w] |= __ballot_sync(~0u, take);
-    free -= __popc(equal);
+  for (int w = 0; w < Words; ++w) {  // ties: the lowest channels
+    int count = __popc(candidate[w]);
+    uint32_t rest = count <= missing ? 0 : candidate[w];
+    for (int i = missing; rest && i > 0; --i) rest &= rest - 1;
+    kept[w] |= candidate[w] ^ rest;
+    missing = max(missing - count, 0);
   }
 }
 
 template <int Words>
-__global__ void __launch_bounds__(32 * kWarps) select_kernel(DenseView x, int keep, uint32_t* masks, int32_t* counts,
-                                                             uint16_t* pruned) {
-  int lane = threadIdx.x % 32, ctas_per_head = gridDim.x / (x.batch * x.kv_heads), head = blockIdx.x / ctas_per_head;
-  int64_t first = (int64_t{blockIdx.x % ctas_per_head} * kWarps + threadIdx.x / 32) * kTokensPerWarp;
-  int64_t last = first + kTokensPerWarp < x.tokens ? first + kTokensPerWarp : x.tokens;
-  auto const* from =
-      static_cast<uint16_t const*>(x.data) + head / x.kv_heads * x.stride_batch + head % x.kv_heads * x.stride_head;
-  uint32_t nan = nan_key(x.dtype);
-  int count[Words] = {};
-  for (int64_t token = first; token < last; ++token) {
-    int64_t row = int64_t{head} * x.tokens + token;
-    uint16_t bits[Words];
-    uint32_t key[Words], kept[Words];
+__device__ void write_pruned(SelectStorage<Words>& s, uint32_t const (&kept)[Words], uint16_t* to, int tokens,
+                             int head_dim, int lane) {
+  constexpr int kVectors = SelectStorage<Words>::kVectors;
 #pragma unroll
-    for (int w = 0; w < Words; ++w) {
-      int channel = 32 * w + lane;
-      bits[w] = channel < x.head_dim ? from[token * x.stride_token + channel] : 0;
-      key[w] = magnitude_key(bits[w], nan);
-    }
-    if (keep > 0) {
-      keep_largest<Words>(key, keep, kept);
-    } else {
-#pragma unroll
-      for (int w = 0; w < Words; ++w) kept[w] = ~0u;
-    }
-#pragma unroll
-    for (int w = 0; w < Words; ++w) {
-      uint32_t mask = kept[w] & __ballot_sync(~0u, key[w] != 0);
-      bool mine = mask >> lane & 1;
-      count[w] += mine;
-      if (masks && lane == 0) masks[row * Words + w] = mask;
-      if (pruned && 32 * w + lane < x.head_dim) pruned[row * x.head_dim + 32 * w + lane] = mine ? bits[w] : 0;
-    }
+  for (int w = 0; w < Words; ++w) s.kept[lane][w] = kept[w];
+  __syncwarp();
+  for (int i = lane; i < tokens * kVectors; i += 32) {
+    int t = i / kVectors, v = i % kVectors;
+    if (v * kVectorValues >= head_dim) continue;
+    uint32_t bits = s.kept[t][v / 4] >> v % 4 * kVectorValues;
+    auto masked = [&](uint32_t pair, int j) {
+      return pair & ((bits >> 2 * j & 1 ? 0xffffu : 0) | (bits >> (2 * j + 1) & 1 ? 0xffff0000u : 0));
+    };
+    uint4 x = s.dense[t][v];
+    *reinterpret_cast<uint4*>(to + t * head_dim + v * kVectorValues) =
+        make_uint4(masked(x.x, 0), masked(x.y, 1), masked(x.z, 2), masked(x.w, 3));
   }
-  if (counts && first < last) {
+}
+
+template <int Words, bool kBFloat16>
+__global__ void __launch_bounds__(32) select_kernel(DenseView x, int keep, bool vectors, uint32_t* masks,
+                                                    int32_t* counts, uint16_t* pruned) {
+  __shared__ SelectStorage<Words> s;
+  int lane = threadIdx.x;
+  unsigned ctas_per_head =
+      static_cast<unsigned>((x.tokens + format::kTileTokens - 1) / format::kTileTokens) * kHalves;
+  unsigned head = blockIdx.x / ctas_per_head;
+  int64_t first = int64_t{blockIdx.x % ctas_per_head} * kHalfTokens;
+  int tokens = static_cast<int>(max(int64_t{0}, min(int64_t{kHalfTokens}, x.tokens - first)));
+  load_rows(s, x, x.row(head, tokens ? first : 0), tokens, vectors, lane);
+
+  uint32_t planes[Words][kMagnitudeBits], kept[Words];
 #pragma unroll
-    for (int w = 0; w < Words; ++w)
-      if (count[w]) atomicAdd(counts + (int64_t{head} * Words + w) * 32 + lane, count[w]);
+  for (int w = 0; w < Words; ++w) {
+    uint32_t pairs[16], all[16];
+#pragma unroll
+    for (int v = 0; v < 4; ++v) {
+      uint4 x4 = s.dense[lane][4 * w + v];
+      pairs[4 * v] = x4.x, pairs[4 * v + 1] = x4.y, pairs[4 * v + 2] = x4.z, pairs[4 * v + 3] = x4.w;
+    }
+    to_planes(pairs, all);
+#pragma unroll
+    for (int p = 0; p < kMagnitudeBits; ++p) planes[w][p] = all[p];  // without the signs
+  }
+  unify_nans<kBFloat16>(planes);
+  keep_largest(planes, keep, kept);
+
+  if (pruned)
+    write_pruned(s, kept, pruned + (int64_t{head} * x.tokens + first) * x.head_dim, tokens, x.head_dim, lane);
+  if (masks) {
+#pragma unroll
+    for (int w = 0; w < Words; ++w) {
+      uint32_t of_channel = transpose_lanes(kept[w], lane);
+      masks[(int64_t{blockIdx.x} * Words + w) * 32 + lane] = of_channel;
+      if (of_channel) atomicAdd(counts + (int64_t{head} * Words + w) * 32 + lane, __popc(of_channel));
+    }
   }
 }
 
@@ -81,17 +165,22 @@ __global__ void __launch_bounds__(32 * kWarps) select_kernel(DenseView x, int ke
 
 void select(DenseView const& x, int keep, uint32_t* masks, int32_t* counts, void* pruned, cudaStream_t stream) {
   int padded = format::padded_head_dim(x.head_dim), heads = x.batch * x.kv_heads;
-  if (counts) check_cuda(cudaMemsetAsync(counts, 0, sizeof(int32_t) * heads * padded, stream), "memset of counts");
-  constexpr int kTokens = kWarps * kTokensPerWarp;
-  int64_t grid = (x.tokens + kTokens - 1) / kTokens * heads;
-  if (grid > INT32_MAX) throw std::invalid_argument("x: more than 2^31 runs of 64 tokens");
+  if (masks) check_cuda(cudaMemsetAsync(counts, 0, sizeof(int32_t) * heads * padded, stream), "memset of counts");
+  int64_t grid = (x.tokens + format::kTileTokens - 1) / format::kTileTokens * kHalves * heads;
+  if (grid > INT32_MAX) throw std::invalid_argument("x: more than 2^30 tiles of 64 tokens");
   auto launch = [&](auto kernel) {
-    kernel<<<static_cast<unsigned>(grid), 32 * kWarps, 0, stream>>>(x, keep, masks, counts,
-                                                                    static_cast<uint16_t*>(pruned));
+    // More than any token has: all that is not zero.
+    int most = keep > 0 ? keep : format::kMaxHeadDim + 1;
+    kernel<<<static_cast<unsigned>(grid), 32, 0, stream>>>(x, most, x.has_aligned_rows(), masks, counts,
+                                                           static_cast<uint16_t*>(pruned));
   };
-  if (padded == 64) launch(select_kernel<2>);
-  else if (padded == 128) launch(select_kernel<4>);
-  else launch(select_kernel<8>);
+  auto launch_words = [&](auto of_fp16, auto of_bf16) {
+    if (x.dtype == DType::kBFloat16) launch(of_bf16);
+    else launch(of_fp16);
+  };
+  if (padded == 64) launch_words(select_kernel<2, false>, select_kernel<2, true>);
+  else if (padded == 128) launch_words(select_kernel<4, false>, select_kernel<4, true>);
+  else launch_words(select_kernel<8, false>, select_kernel<8, true>);
   check_cuda(cudaGetLastError(), "launch of select");
 }
 

@@ -1,9 +1,10 @@
 // The order of tokens inside a tile, chosen so that the value streams come out equally long.
 //
 // A token adds its count of nonzeros in each of 8 channel classes to the 8 streams of its token group. 64 tokens are to
-// be split over 8 groups of 8 such that the longest of the 64 (group, class) streams is short: first greedily, the most
-// unusual token first, then by the swap of two tokens that shortens the two groups concerned most, up to kTokenSwaps
-// times. Integers and fixed tie rules only: every implementation gives the same order, bit for bit.
+// be split over 8 groups of 8 such that the longest of the 64 (group, class) streams is short. Rounds of a tournament:
+// in each the groups meet in pairs, and a pair makes the one swap of two tokens that evens their loads out most. The
+// pairs of a round and the swaps of a pair are independent of each other, which is what a GPU wants. Integers and fixed
+// tie rules only: every implementation gives the same order, bit for bit.
 #pragma once
 
 #include <cstdint>
@@ -14,8 +15,21 @@ namespace cute_kernels::format {
 
 inline constexpr int kTokenGroups = 8;
 inline constexpr int kGroupTokens = kTileTokens / kTokenGroups;
-inline constexpr int kTokenSwaps = 8;
-inline constexpr int kBalanceScale = 8;  // deviations from the tile's mean are kept in eighths of a count
+inline constexpr int kLargestScale = 4;
+
+// All pairs of groups twice for one cache, four times for a K/V pair, which takes longer to settle.
+CUTE_HOST_DEVICE constexpr int token_rounds(int caches) { return 2 * caches * (kTokenGroups - 1); }
+
+// In round r the groups whose numbers differ by this pattern of bits meet.
+CUTE_HOST_DEVICE constexpr int round_pattern(int round) { return round % (kTokenGroups - 1) + 1; }
+
+// Counts are scaled before their squares are compared: the fullest classes of a cache's tile decide how long it gets,
+// and a class that is some rows below them may be a little uneven. `sum` and `most`: of the class and of the cache's
+// fullest class in this tile. With two caches there is less freedom to even the fullest classes out alone.
+CUTE_HOST_DEVICE constexpr int class_scale(int sum, int most, int caches) {
+  int rows_below = (most - sum + kTokenGroups / 2) / kTokenGroups / caches;
+  return rows_below < kLargestScale - 1 ? kLargestScale - rows_below : 1;
+}
 
 // One cache's counts, or a K/V pair's (then 16 classes, so that both share one order).
 template <int Classes>
@@ -23,78 +37,59 @@ struct TokenCounts {
   uint8_t count[kTileTokens][Classes];
 };
 
-// counts -> order: token_position -> token, positions of group g being g, g + 8, ..., in increasing order of token.
+// counts -> order: token_position -> token. Member i of group g is at position g + 8 i.
 // Returns nothing else: a stream's length is the sum of the counts of its group, see `longest_stream`.
 template <int Classes>
 inline void choose_token_order(TokenCounts<Classes> const& counts, uint8_t order[kTileTokens]) {
-  int deviation[kTileTokens][Classes], unusual[kTileTokens], by_unusual[kTileTokens];
-  for (int t = 0; t < kTileTokens; ++t) unusual[t] = 0;
-  for (int c = 0; c < Classes; ++c) {
-    int sum = 0;
-    for (int t = 0; t < kTileTokens; ++t) sum += counts.count[t][c];
-    int mean = (sum * kBalanceScale + kTileTokens / 2) / kTileTokens;
-    for (int t = 0; t < kTileTokens; ++t) {
-      deviation[t][c] = kBalanceScale * counts.count[t][c] - mean;
-      unusual[t] += deviation[t][c] * deviation[t][c];
+  static_assert(Classes % kClasses == 0, "classes come in caches");
+  constexpr int kCaches = Classes / kClasses;
+  int scale[Classes];
+  for (int first = 0; first < Classes; first += kClasses) {
+    int sum[kClasses] = {}, most = 0;
+    for (int c = 0; c < kClasses; ++c) {
+      for (int t = 0; t < kTileTokens; ++t) sum[c] += counts.count[t][first + c];
+      most = sum[c] > most ? sum[c] : most;
     }
-  }
-  for (int t = 0; t < kTileTokens; ++t) {  // rank: larger first, ties by lower token
-    int rank = 0;
-    for (int u = 0; u < kTileTokens; ++u) rank += unusual[u] > unusual[t] || (unusual[u] == unusual[t] && u < t);
-    by_unusual[rank] = t;
+    for (int c = 0; c < kClasses; ++c) scale[first + c] = class_scale(sum[c], most, kCaches);
   }
 
-  int group[kTileTokens], members[kTokenGroups] = {}, drift[kTokenGroups][Classes] = {},
-                          load[kTokenGroups][Classes] = {};
-  for (int i = 0; i < kTileTokens; ++i) {
-    int t = by_unusual[i], best = -1, best_cost = 0;
-    for (int g = 0; g < kTokenGroups; ++g) {
-      if (members[g] == kGroupTokens) continue;
-      int cost = 0;
-      for (int c = 0; c < Classes; ++c) {
-        int d = drift[g][c] + deviation[t][c];
-        cost += d * d;
-      }
-      if (best < 0 || cost < best_cost) best = g, best_cost = cost;
-    }
-    group[t] = best;
-    ++members[best];
-    for (int c = 0; c < Classes; ++c) drift[best][c] += deviation[t][c], load[best][c] += counts.count[t][c];
-  }
-
-  for (int swap = 0; swap < kTokenSwaps; ++swap) {
-    int longest = -1, from = 0;  // the group of the longest stream; ties: lower group
-    for (int g = 0; g < kTokenGroups; ++g)
-      for (int c = 0; c < Classes; ++c)
-        if (load[g][c] > longest) longest = load[g][c], from = g;
-    int best = longest, best_x = -1, best_y = -1;  // ties: lower x, then lower y
-    for (int x = 0; x < kTileTokens; ++x) {
-      if (group[x] != from) continue;
-      for (int y = 0; y < kTileTokens; ++y) {
-        int to = group[y], worst = 0;
-        if (to == from) continue;
-        for (int c = 0; c < Classes; ++c) {
-          int d = counts.count[x][c] - counts.count[y][c];
-          int a = load[from][c] - d, b = load[to][c] + d;
-          worst = a > worst ? a : worst;
-          worst = b > worst ? b : worst;
-        }
-        if (worst < best) best = worst, best_x = x, best_y = y;
-      }
-    }
-    if (best_x < 0) break;
-    int to = group[best_y];
+  int scaled[kTileTokens][Classes], load[kTokenGroups][Classes] = {};  // scaled: by position
+  for (int p = 0; p < kTileTokens; ++p) {
+    order[p] = static_cast<uint8_t>(p);
     for (int c = 0; c < Classes; ++c) {
-      int d = counts.count[best_x][c] - counts.count[best_y][c];
-      load[from][c] -= d;
-      load[to][c] += d;
+      scaled[p][c] = scale[c] * counts.count[p][c];
+      load[p % kTokenGroups][c] += scaled[p][c];
     }
-    group[best_x] = to;
-    group[best_y] = from;
   }
 
-  int filled[kTokenGroups] = {};
-  for (int t = 0; t < kTileTokens; ++t) order[group[t] + kTokenGroups * filled[group[t]]++] = static_cast<uint8_t>(t);
+  for (int round = 0; round < token_rounds(kCaches); ++round) {
+    for (int a = 0; a < kTokenGroups; ++a) {
+      int b = a ^ round_pattern(round);
+      if (b < a) continue;
+      int best = 0, best_x = -1, best_y = -1;  // ties: lower x, then lower y
+      for (int x = a; x < kTileTokens; x += kTokenGroups) {
+        for (int y = b; y < kTileTokens; y += kTokenGroups) {
+          int change = 0;  // half of what the sum of the squared loads of a and b grows by
+          for (int c = 0; c < Classes; ++c) {
+            int d = scaled[x][c] - scaled[y][c];
+            change += d * (d - (load[a][c] - load[b][c]));
+          }
+          if (change < best) best = change, best_x = x, best_y = y;
+        }
+      }
+      if (best_x < 0) continue;
+      uint8_t token = order[best_x];
+      order[best_x] = order[best_y];
+      order[best_y] = token;
+      for (int c = 0; c < Classes; ++c) {
+        int x = scaled[best_x][c], y = scaled[best_y][c];
+        load[a][c] += y - x;
+        load[b][c] += x - y;
+        scaled[best_x][c] = y;
+        scaled[best_y][c] = x;
+      }
+    }
+  }
 }
 
 // The longest stream of classes [first, first + kClasses) under an order.

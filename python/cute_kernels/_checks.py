@@ -41,7 +41,7 @@ def dtype(value: Tensor, name: str, allowed: Sequence[torch.dtype], why: str = "
         raise TypeError(f"{name} must be {names}{why}, got {dtype_name(value.dtype)}")
 
 
-def device(value: Tensor, name: str, expected: torch.device, of: str) -> None:
+def device(value: Tensor | SparseKV, name: str, expected: torch.device, of: str) -> None:
     if value.device != expected:
         raise ValueError(f"{name} must be on the device of {of}, {expected}, got {value.device}")
 
@@ -63,14 +63,17 @@ def dense_cache(x: Any, name: str) -> Tensor:
     dtype(x, name, CACHE_DTYPES)
     if x.dim() != 4:
         raise ValueError(f"{name} must have 4 dimensions (B, Hkv, T, D), got shape {tuple(x.shape)}")
-    largest = max(_C.format.HEAD_DIMS)
-    if x.shape[3] > largest or _C.format.padded_head_dim(x.shape[3]) == 0:
-        raise ValueError(
-            f"{name} must have a head dim D that is a multiple of 8, from 8 to {largest}, got {x.shape[3]} in "
-            f"shape {tuple(x.shape)}"
-        )
+    head_dim(x.shape[3], name, tuple(x.shape))
     unit_stride(x, name)
     return x.resolve_neg()
+
+
+def head_dim(value: int, name: str, shape: Sequence[int]) -> None:
+    largest = max(_C.format.HEAD_DIMS)
+    if not 0 < value <= largest or _C.format.padded_head_dim(value) == 0:
+        raise ValueError(
+            f"{name} must have a head dim D that is a multiple of 8, from 8 to {largest}, got {value} in shape {shape}"
+        )
 
 
 def method(value: Any) -> None:
@@ -140,6 +143,42 @@ def sparse(kv: Any, name: str, expected_role: str | None = None) -> None:
         raise TypeError(f"{name} must be a SparseKV, got {type(kv).__name__}")
     if expected_role is not None and kv.role != expected_role:
         raise ValueError(f"{name} must be a SparseKV of role '{expected_role}', got role '{kv.role}'")
+
+
+def preallocated(out: Any, name: str, x: Tensor, x_name: str, expected_role: str, kept: int) -> None:
+    """A cache that x can be compressed into, `kept` elements of a token (0: all nonzeros)."""
+    sparse(out, name, expected_role)
+    if out._totals is None:
+        raise ValueError(f"{name} must be a SparseKV made by SparseKV.preallocate, this one has a fixed content")
+    if out.dtype != x.dtype:
+        raise TypeError(f"{name} must be {dtype_name(x.dtype)} like {x_name}, got {dtype_name(out.dtype)}")
+    if out.shape != x.shape:
+        raise ValueError(f"{name} must have the shape of {x_name}, {tuple(x.shape)}, got {tuple(out.shape)}")
+    device(out, name, x.device, x_name)
+    if out._keep and not 0 < kept <= out._keep:
+        wanted = f"{kept} are to be kept" if kept else "all nonzeros are to be kept"
+        raise ValueError(f"{name} was preallocated for {out._keep} elements a token, {wanted}")
+
+
+def pair(value: Any, name: str) -> tuple[Any, Any]:
+    if not isinstance(value, (tuple, list)):
+        raise TypeError(f"{name} must be a tuple (keys, values), got {type(value).__name__}")
+    if len(value) != 2:
+        raise ValueError(f"{name} must be two caches (keys, values), got {len(value)}")
+    return value[0], value[1]
+
+
+def kernel_device(value: Any) -> torch.device:
+    """A cpu or cuda device, with its index."""
+    try:
+        target = torch.device(value)
+    except RuntimeError:
+        raise ValueError(f"device must name a cpu or cuda device, got {value!r}") from None
+    if target.type not in ("cpu", "cuda"):
+        raise ValueError(f"device must be a cpu or cuda device, got {target}")
+    if target.type == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError("device 'cuda': torch finds no CUDA device")
+    return target
 
 
 def query_side(

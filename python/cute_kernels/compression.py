@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cute_kernels import _checks, _tiles
+from cute_kernels import _checks, _steps, _tiles
 from cute_kernels._extension import _C, DTYPE_CODES
 from cute_kernels._validation import MAX_ROWS
 from cute_kernels._backends import Kernels, compression_kernels
@@ -46,22 +46,35 @@ def prune(x: Tensor, *, sparsity: float | None = None, keep: int | None = None, 
 
 
 def compress(
-    x: Tensor, *, role: str, sparsity: float | None = None, keep: int | None = None, method: str = "magnitude"
+    x: Tensor,
+    *,
+    role: str,
+    sparsity: float | None = None,
+    keep: int | None = None,
+    method: str = "magnitude",
+    out: SparseKV | None = None,
 ) -> SparseKV:
     """Prunes and compresses a K or V cache.
 
     x, sparsity, keep, method: as for `prune`. With neither sparsity nor keep, every nonzero of x is stored exactly.
     role: "key" or "value".
+    out: a cache from `SparseKV.preallocate` to fill and return, like x in shape, dtype and device, of the same role,
+        and preallocated for at least as many elements a token.
 
-    Any T >= 0; the last tile may be partial. One device synchronisation, for the size of the storage.
+    Any T >= 0; the last tile may be partial. Without `out` the storage has the size that x needs, which takes one
+    synchronisation with the device. With `out` there is none, nothing is allocated but temporary memory from torch's
+    allocator, and the call can be captured in a CUDA graph.
 
-    Raises what `prune` raises, and ValueError if the storage would exceed 2^31 rows of 128 bytes.
+    Raises what `prune` raises; TypeError or ValueError if out does not fit x; without out, ValueError if the storage
+    would exceed 2^31 rows of 128 bytes.
     """
     _checks.role(role)
     _checks.method(method)
     x = _checks.dense_cache(x, "x")
     kept = _checks.kept_elements(x.shape[3], sparsity, keep)
-    return _compress([(x, role, kept)])[0]
+    if out is not None:
+        _checks.preallocated(out, "out", x, "x", role, kept)
+    return _compress([_Cache(x, role, kept, out)])[0]
 
 
 def compress_kv(
@@ -73,11 +86,13 @@ def compress_kv(
     key_keep: int | None = None,
     value_keep: int | None = None,
     method: str = "magnitude",
+    out: tuple[SparseKV, SparseKV] | None = None,
 ) -> tuple[SparseKV, SparseKV]:
     """Prunes and compresses both caches of a layer, which then share one order of tokens per tile.
 
     k, v: as x of `compress`, alike in shape, dtype and device.
     sparsity or keep: for both caches. key_keep, value_keep: for one of them, in place of what is said for both.
+    out: (keys, values) to fill and return, each as `compress` takes it.
 
     Returns (keys, values). Raises what `compress` raises; the message says which cache is meant.
     """
@@ -91,7 +106,11 @@ def compress_kv(
     both = _checks.kept_elements(head_dim, sparsity, keep)
     kept_k = both if key_keep is None else _checks.kept_elements(head_dim, None, key_keep, "key_keep")
     kept_v = both if value_keep is None else _checks.kept_elements(head_dim, None, value_keep, "value_keep")
-    keys, values = _compress([(k, "key", kept_k), (v, "value", kept_v)])
+    out_k, out_v = (None, None) if out is None else _checks.pair(out, "out")
+    if out is not None:
+        _checks.preallocated(out_k, "out[0]", k, "k", "key", kept_k)
+        _checks.preallocated(out_v, "out[1]", v, "v", "value", kept_v)
+    keys, values = _compress([_Cache(k, "key", kept_k, out_k), _Cache(v, "value", kept_v, out_v)])
     return keys, values
 
 
@@ -109,129 +128,184 @@ def decompress(kv: SparseKV) -> Tensor:
     return out
 
 
-@dataclass
-class _Selection:
-    """One cache on its way through compression; Dp is the padded head dim."""
+@dataclass(frozen=True)
+class _Cache:
+    """What to compress."""
 
     x: Tensor
     role: str
-    masks: Tensor  # (B * Hkv * T, Dp / 32) int32: what is kept and nonzero
-    channel_order: Tensor  # (B, Hkv, Dp) uint8
-    longest: Tensor  # (B * Hkv * tiles) int32: longest value stream of each tile
-    nnz: Tensor  # () int64
+    kept: int  # 0: all nonzeros
+    out: SparseKV | None
+
+    @property
+    def tiles(self) -> int:
+        return self.x.shape[0] * self.x.shape[1] * _tiles.tiles_per_head(self.x.shape[2])
+
+    @property
+    def padded(self) -> int:
+        return _C.format.padded_head_dim(self.x.shape[3])
 
 
-def _compress(caches: list[tuple[Tensor, str, int]]) -> list[SparseKV]:
+@dataclass(frozen=True)
+class _Parts:
+    """What a storage consists of, apart from its blocks, and what it takes to write those."""
+
+    masks: Tensor
+    row_offsets: Tensor
+    token_order: Tensor
+    channel_order: Tensor
+    totals: Tensor  # (_steps.TOTALS,) int64, on the device
+
+
+def _compress(caches: list[_Cache]) -> list[SparseKV]:
     """One cache, or a K/V pair that shares its token order, alike in shape, dtype and device."""
-    kernels = compression_kernels(caches[0][0].device)
+    kernels = compression_kernels(caches[0].x.device)
+    if not caches[0].tiles:
+        return [cache.out or _without_tiles(cache) for cache in caches]
     with kernels.launch() as stream:
-        selections = [_select(kernels, x, role, kept, stream) for x, role, kept in caches]
-        token_order = _balance(kernels, selections, stream)
-        sizes = [_block_sizes(selection) for selection in selections]
-        # The only synchronisation: rows in all, rows of the longest tile, nonzeros.
-        totals = torch.stack([total for _, total in sizes]).tolist()
-        return [
-            _pack(kernels, selection, token_order, offsets, total, stream)
-            for selection, (offsets, _), total in zip(selections, sizes, totals)
-        ]
+        totals = torch.empty(len(caches), _steps.TOTALS, dtype=torch.int64, device=kernels.device)
+        parts = _plan(kernels, caches, totals, stream)
+        if caches[0].out is not None:
+            return [_fill(kernels, cache, part, stream) for cache, part in zip(caches, parts)]
+        return _allocate(kernels, caches, parts, totals, stream)
 
 
-def _select(kernels: Kernels, x: Tensor, role: str, kept: int, stream: int) -> _Selection:
-    batch, kv_heads, tokens, head_dim = x.shape
-    padded = _C.format.padded_head_dim(head_dim)
-    tiles = batch * kv_heads * _tiles.tiles_per_head(tokens)
-    masks = torch.empty(batch * kv_heads * tokens, padded // 32, dtype=torch.int32, device=x.device)
-    counts = torch.zeros(batch * kv_heads, padded, dtype=torch.int32, device=x.device)
-    if x.numel():
-        kernels.module.select(
-            x.data_ptr(),
-            x.stride()[:3],
-            *x.shape,
-            DTYPE_CODES[x.dtype],
-            kept,
-            masks.data_ptr(),
-            counts.data_ptr(),
-            0,
-            stream,
-        )
-    channel_order = _deal_channels(counts).view(batch, kv_heads, padded)
-    longest = torch.empty(tiles, dtype=torch.int32, device=x.device)
-    return _Selection(x, role, masks, channel_order, longest, counts.sum())
-
-
-def _deal_channels(counts: Tensor) -> Tensor:
-    """Channel order (heads, Dp) uint8: channels, densest first, dealt to the classes (position mod 8), back and forth.
-
-    Position mod 8 decides which value streams a channel adds to: dealt by density, the streams come out equally long.
-    """
-    heads, channels = counts.shape
-    classes = _C.format.CLASSES
-    densest_first = counts.argsort(dim=1, descending=True, stable=True).to(torch.uint8)
-    rounds = densest_first.view(heads, channels // (2 * classes), 2, classes)
-    return torch.stack([rounds[:, :, 0], rounds[:, :, 1].flip(-1)], dim=2).view(heads, channels)
-
-
-def _balance(kernels: Kernels, selections: list[_Selection], stream: int) -> Tensor:
-    """Fills in the selections' longest streams; returns the token order they share, (B, Hkv, tiles, 64) uint8."""
-    batch, kv_heads, tokens, head_dim = selections[0].x.shape
-    order = torch.empty(
+def _plan(kernels: Kernels, caches: list[_Cache], totals: Tensor, stream: int) -> list[_Parts]:
+    """Everything but the blocks."""
+    batch, kv_heads, tokens, head_dim = caches[0].x.shape
+    device = caches[0].x.device
+    tiles, padded = caches[0].tiles, caches[0].padded
+    order_shape = (batch, kv_heads, _tiles.tiles_per_head(tokens), _C.format.TILE_TOKENS)
+    token_order = (
+        torch.empty(order_shape, dtype=torch.uint8, device=device)
+        if caches[0].out is None
+        else caches[0].out._token_order
+    )
+    parts: list[_Parts] = []
+    longest = torch.empty(len(caches), tiles, dtype=torch.int32, device=device)
+    counts: list[Tensor] = []
+    for cache, cache_totals in zip(caches, totals):
+        masks, count = _steps.select(kernels, cache.x, cache.kept, stream)
+        counts.append(count)
+        out = cache.out
+        if out is None:
+            channel_order = torch.empty(batch, kv_heads, padded, dtype=torch.uint8, device=device)
+            row_offsets = torch.empty(tiles + 1, dtype=torch.int32, device=device)
+        else:
+            assert out._totals is not None
+            channel_order, row_offsets, cache_totals = out._channel_order, out._row_offsets, out._totals
+        _steps.deal(kernels, count, head_dim, channel_order, stream)
+        parts.append(_Parts(masks, row_offsets, token_order, channel_order, cache_totals))
+    first, second = parts[0], parts[1] if len(parts) > 1 else None
+    kernels.module.balance(
+        first.masks.data_ptr(),
+        first.channel_order.data_ptr(),
+        second.masks.data_ptr() if second else 0,
+        second.channel_order.data_ptr() if second else 0,
         batch,
         kv_heads,
-        _tiles.tiles_per_head(tokens),
-        _C.format.TILE_TOKENS,
-        dtype=torch.uint8,
-        device=selections[0].x.device,
+        tokens,
+        head_dim,
+        token_order.data_ptr(),
+        longest[0].data_ptr(),
+        longest[1].data_ptr() if second else 0,
+        stream,
     )
-    if order.numel():
-        first = selections[0]
-        second = selections[1] if len(selections) > 1 else None
-        kernels.module.balance(
-            first.masks.data_ptr(),
-            first.channel_order.data_ptr(),
-            second.masks.data_ptr() if second else 0,
-            second.channel_order.data_ptr() if second else 0,
-            batch,
-            kv_heads,
-            tokens,
-            head_dim,
-            order.data_ptr(),
-            first.longest.data_ptr(),
-            second.longest.data_ptr() if second else 0,
-            stream,
-        )
-    return order
+    for i, part in enumerate(parts):
+        _steps.offsets(kernels, longest[i], counts[i], head_dim, part.row_offsets, part.totals, stream)
+    return parts
 
 
-def _block_sizes(selection: _Selection) -> tuple[Tensor, Tensor]:
-    """Row offsets (tiles + 1), and (rows in all, rows of the longest tile, nonzeros): int64, still on the device."""
-    rows = selection.longest.long() + _C.format.bitmap_rows(selection.channel_order.shape[-1])
-    offsets = torch.zeros(rows.numel() + 1, dtype=torch.int64, device=rows.device)
-    torch.cumsum(rows, dim=0, out=offsets[1:])
-    most = rows.max() if rows.numel() else offsets[0]
-    return offsets, torch.stack([offsets[-1], most, selection.nnz])
+def _fill(kernels: Kernels, cache: _Cache, parts: _Parts, stream: int) -> SparseKV:
+    out = cache.out
+    assert out is not None
+    if out._token_order is not parts.token_order:  # of a pair's values
+        out._token_order.copy_(parts.token_order)
+    _steps.pack(
+        kernels, cache.x, parts.masks, cache.kept, parts.totals, out._blocks.shape[0], out._kernel_view(), stream
+    )
+    return out
 
 
-def _pack(
-    kernels: Kernels, selection: _Selection, token_order: Tensor, offsets: Tensor, totals: list[int], stream: int
-) -> SparseKV:
-    x, role = selection.x, selection.role
-    rows, max_tile_rows, nnz = totals
-    if rows > MAX_ROWS:
-        raise ValueError(
-            f"{'k' if role == 'key' else 'v'} of shape {tuple(x.shape)} would take {rows} rows of 128 bytes, at "
-            f"most {MAX_ROWS} can be addressed: compress it in parts"
-        )
-    kv = SparseKV._from_parts(
-        blocks=torch.empty(rows, _C.format.LANES, dtype=torch.int32, device=x.device),
-        row_offsets=offsets.to(torch.int32),
-        token_order=token_order,
-        channel_order=selection.channel_order,
-        role=role,
-        dtype=x.dtype,
-        shape=x.shape,
+def _allocate(
+    kernels: Kernels, caches: list[_Cache], parts: list[_Parts], totals: Tensor, stream: int
+) -> list[SparseKV]:
+    """Storages of the size that the caches need.
+
+    That size is on the device. While it comes here the device already packs into as much memory as is likely enough;
+    what was left over is cut off, and where it was not enough, or nothing was likely, blocks are packed after that.
+    """
+    pending = _Totals(totals)
+    guesses: list[Tensor | None] = []
+    for cache, part in zip(caches, parts):
+        likely = cache.tiles * _steps.likely_rows_of_tile(cache.padded, cache.kept) if cache.kept else MAX_ROWS + 1
+        if kernels.device.type == "cpu" or likely > MAX_ROWS:
+            guesses.append(None)
+            continue
+        guesses.append(_blocks(likely, cache.x.device))
+        view = _storage(cache, part, guesses[-1], 0, 0)._kernel_view()
+        _steps.pack(kernels, cache.x, part.masks, cache.kept, part.totals, likely, view, stream)
+    results: list[SparseKV] = []
+    for cache, part, guess, (rows, max_tile_rows, nnz) in zip(caches, parts, guesses, pending.read()):
+        if rows > MAX_ROWS:
+            raise ValueError(
+                f"{'k' if cache.role == 'key' else 'v'} of shape {tuple(cache.x.shape)} would take {rows} rows of 128 "
+                f"bytes, at most {MAX_ROWS} can be addressed: compress it in parts"
+            )
+        packed = guess is not None and rows <= guess.shape[0]
+        blocks = guess[:rows] if guess is not None and packed else _blocks(rows, cache.x.device)
+        if packed and rows < guess.shape[0] * 7 // 8:
+            blocks = blocks.clone()  # rather than hold on to the rest
+        kv = _storage(cache, part, blocks, max_tile_rows, nnz)
+        if not packed:
+            _steps.pack(kernels, cache.x, part.masks, cache.kept, part.totals, rows, kv._kernel_view(), stream)
+        results.append(kv)
+    return results
+
+
+class _Totals:
+    """Totals on their way to the host. Work that is queued after them goes on meanwhile."""
+
+    def __init__(self, totals: Tensor) -> None:
+        self._arrived: torch.cuda.Event | None = None
+        if totals.device.type == "cpu":
+            self._values = totals
+            return
+        self._values = torch.empty(totals.shape, dtype=totals.dtype, pin_memory=True)
+        self._values.copy_(totals, non_blocking=True)
+        self._arrived = torch.cuda.Event()
+        self._arrived.record(torch.cuda.current_stream(totals.device))
+
+    def read(self) -> list[list[int]]:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._values.tolist()
+
+
+def _blocks(rows: int, device: torch.device) -> Tensor:
+    return torch.empty(rows, _C.format.LANES, dtype=torch.int32, device=device)
+
+
+def _storage(cache: _Cache, parts: _Parts, blocks: Tensor, max_tile_rows: int, nnz: int) -> SparseKV:
+    return SparseKV._from_parts(
+        blocks=blocks,
+        row_offsets=parts.row_offsets,
+        token_order=parts.token_order,
+        channel_order=parts.channel_order,
+        role=cache.role,
+        dtype=cache.x.dtype,
+        shape=cache.x.shape,
         max_tile_rows=max_tile_rows,
         nnz=nnz,
     )
-    if rows:
-        kernels.module.pack(x.data_ptr(), x.stride()[:3], selection.masks.data_ptr(), kv._kernel_view(), stream)
-    return kv
+
+
+def _without_tiles(cache: _Cache) -> SparseKV:
+    return SparseKV._from_parts(
+        **_steps.empty_tensors(cache.x.shape, 0, cache.x.device),
+        role=cache.role,
+        dtype=cache.x.dtype,
+        shape=cache.x.shape,
+        max_tile_rows=0,
+        nnz=0,
+    )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cute_kernels import _tiles, _validation
+from cute_kernels import _steps, _tiles, _validation
 from cute_kernels._extension import _C, DTYPE_CODES, ROLE_CODES
 from cute_kernels._validation import ALIGNMENT, TENSOR_DTYPES
 
@@ -22,6 +22,9 @@ class SparseKV:
     """A pruned K or V cache (B, Hkv, T, D), stored as bitmaps and packed nonzeros in tiles of 64 tokens.
 
     Made by `compress`, `compress_kv` or `SparseKV.from_state_dict`. It is immutable: treat its tensors as read-only.
+    One made by `SparseKV.preallocate` changes when it is given to these as `out`, and only then. How large its content
+    is only the device knows: attributes that depend on that (blocks, max_tile_rows, nnz, nbytes, bits_per_element),
+    state_dict, to and repr then synchronise with it.
 
     shape: torch.Size (B, Hkv, T, D) of the cache it stands for.
     dtype: torch.float16 or torch.bfloat16, of the stored values.
@@ -47,6 +50,8 @@ class SparseKV:
         "_shape",
         "_max_tile_rows",
         "_nnz",
+        "_keep",
+        "_totals",
         "_view",
         "__weakref__",
     )
@@ -60,6 +65,8 @@ class SparseKV:
     _shape: torch.Size
     _max_tile_rows: int
     _nnz: int | None
+    _keep: int  # preallocated: for so many elements a token, 0: any number
+    _totals: Tensor | None  # preallocated: _steps.TOTALS int64 on the device. _blocks and _max_tile_rows are bounds then
     _view: _C.SparseView | None
 
     def __init__(self) -> None:
@@ -78,6 +85,8 @@ class SparseKV:
         shape: tuple[int, ...],
         max_tile_rows: int,
         nnz: int | None = None,
+        keep: int = 0,
+        totals: Tensor | None = None,
     ) -> SparseKV:
         """Takes the parts as they are; `validate` is what checks them."""
         self = object.__new__(cls)
@@ -90,8 +99,57 @@ class SparseKV:
         self._shape = torch.Size(shape)
         self._max_tile_rows = max_tile_rows
         self._nnz = nnz
+        self._keep = keep
+        self._totals = totals
         self._view = None
         return self
+
+    @classmethod
+    def preallocate(
+        cls,
+        shape: Sequence[int],
+        dtype: torch.dtype = torch.float16,
+        *,
+        role: str,
+        sparsity: float | None = None,
+        keep: int | None = None,
+        device: torch.device | str | int = "cuda",
+    ) -> SparseKV:
+        """A cache of zeros to be filled by `compress` or `compress_kv` as `out`, as often as one likes.
+
+        shape: (B, Hkv, T, D) of the caches it will hold. dtype: float16 or bfloat16.
+        role, sparsity, keep: as for `compress`; it then takes every cache that keeps no more elements a token. With
+            neither sparsity nor keep it takes any.
+        device: a cpu or cuda device.
+
+        The storage has room for the worst case: Dp / 16 + min(8 * keep, Dp) rows of 128 bytes for every 64 tokens, Dp
+        being D padded to 64, 128 or 256. Products plan for tiles of that size too, and may take longer than on a
+        storage that `compress` sized; `kv.to_exact_size()` gives such a one.
+
+        Raises TypeError for a wrong class or dtype; ValueError for a wrong shape, role, device or range, and for more
+        than 2^31 rows; RuntimeError without a CUDA device.
+        """
+        from cute_kernels import _preallocation  # its checks need this class
+
+        return cls._from_parts(**_preallocation.parts(shape, dtype, role, sparsity, keep, device))
+
+    def to_exact_size(self) -> SparseKV:
+        """A copy whose storage has the size that its content needs; itself if it was not preallocated.
+
+        One device synchronisation.
+        """
+        if self._totals is None:
+            return self
+        rows, max_tile_rows, nnz = self._totals.tolist()
+        tensors: dict[str, Any] = {**self._tensors(), "blocks": self._blocks[:rows]}
+        return SparseKV._from_parts(
+            **{name: tensor.clone() for name, tensor in tensors.items()},
+            role=self._role,
+            dtype=self._dtype,
+            shape=self._shape,
+            max_tile_rows=max_tile_rows,
+            nnz=nnz,
+        )
 
     @property
     def shape(self) -> torch.Size:
@@ -111,7 +169,7 @@ class SparseKV:
 
     @property
     def blocks(self) -> Tensor:
-        return self._blocks
+        return self._blocks if self._totals is None else self._blocks[: int(self._totals[0])]
 
     @property
     def row_offsets(self) -> Tensor:
@@ -127,11 +185,13 @@ class SparseKV:
 
     @property
     def max_tile_rows(self) -> int:
-        return self._max_tile_rows
+        return self._max_tile_rows if self._totals is None else int(self._totals[1])
 
     @property
     def nnz(self) -> int:
         """Nonzeros of the whole cache; if not known yet, counted from the bitmaps with a device synchronisation."""
+        if self._totals is not None:
+            return int(self._totals[2])
         if self._nnz is None:
             self._nnz = sum(int(_tiles.element_bits(self, *chunk).sum()) for chunk in _tiles.chunks(self))
         return self._nnz
@@ -152,24 +212,20 @@ class SparseKV:
 
         Raises ValueError for anything else, RuntimeError without a CUDA device.
         """
-        try:
-            target = torch.device(device)
-        except RuntimeError:
-            raise ValueError(f"device must name a cpu or cuda device, got {device!r}") from None
-        if target.type not in ("cpu", "cuda"):
-            raise ValueError(f"device must be a cpu or cuda device, got {target}")
-        if target.type == "cuda" and not torch.cuda.is_available():
-            raise RuntimeError("device 'cuda': torch finds no CUDA device")
-        moved: dict[str, Any] = {name: tensor.to(target) for name, tensor in self._tensors().items()}
-        if moved["blocks"] is self._blocks:
+        from cute_kernels import _checks  # which needs this class
+
+        target = _checks.kernel_device(device)
+        if self._row_offsets.to(target) is self._row_offsets:
             return self
+        exact = self.to_exact_size()
+        moved: dict[str, Any] = {name: tensor.to(target) for name, tensor in exact._tensors().items()}
         return SparseKV._from_parts(
             **moved,
             role=self._role,
             dtype=self._dtype,
             shape=self._shape,
-            max_tile_rows=self._max_tile_rows,
-            nnz=self._nnz,
+            max_tile_rows=exact._max_tile_rows,
+            nnz=exact._nnz,
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -198,7 +254,7 @@ class SparseKV:
                 "role": self._role,
                 "dtype": str(self._dtype).removeprefix("torch."),
                 "shape": list(self._shape),
-                "max_tile_rows": self._max_tile_rows,
+                "max_tile_rows": self.max_tile_rows,
             },
         }
 
@@ -228,13 +284,15 @@ class SparseKV:
         torch and, on a GPU, device synchronisations.
         """
         nnz = _validation.check_storage(self)
-        if self._nnz not in (None, nnz):
-            raise ValueError(f"nnz: {self._nnz} is recorded, but the bitmaps hold {nnz}")
-        self._nnz = nnz
+        recorded = self._nnz if self._totals is None else self.nnz
+        if recorded not in (None, nnz):
+            raise ValueError(f"nnz: {recorded} is recorded, but the bitmaps hold {nnz}")
+        if self._totals is None:
+            self._nnz = nnz
 
     def _tensors(self) -> dict[str, Tensor]:
         return {
-            "blocks": self._blocks,
+            "blocks": self.blocks,
             "row_offsets": self._row_offsets,
             "token_order": self._token_order,
             "channel_order": self._channel_order,

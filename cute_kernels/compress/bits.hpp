@@ -1,0 +1,64 @@
+// Bit matrices in registers.
+#pragma once
+
+#include <cstdint>
+
+#include "cute_kernels/common/ptx.hpp"
+
+namespace cute_kernels::compress {
+
+// Bits of `high` where the mask is 0, of `low` where it is 1.
+__device__ inline uint32_t blend(uint32_t low, uint32_t high, uint32_t mask) { return (low & mask) | (high & ~mask); }
+
+// The bits i of every byte of 8 words, i from 0 to 7: word p, bit i of a byte <- word i, bit p of that byte.
+__device__ inline void transpose_bytes(uint32_t (&x)[8]) {
+  constexpr uint32_t kMasks[] = {0x55555555u, 0x33333333u, 0x0f0f0f0fu};
+#pragma unroll
+  for (int k = 2; k >= 0; --k) {
+    int step = 1 << k;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      if (i & step) continue;
+      uint32_t low = x[i], high = x[i + step];
+      x[i] = blend(low, high << step, kMasks[k]);
+      x[i + step] = blend(low >> step, high, kMasks[k]);
+    }
+  }
+}
+
+// 32 values of 16 bits, two a word in order, to 16 planes: bit e of plane p is bit p of value e.
+__device__ inline void to_planes(uint32_t const (&pairs)[16], uint32_t (&planes)[16]) {
+  uint32_t low[8], high[8];  // byte c of word i: of value 8 c + i
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    uint32_t ab_even = ptx::permute_bytes(pairs[i], pairs[i + 4], 0x5140);
+    uint32_t ab_odd = ptx::permute_bytes(pairs[i], pairs[i + 4], 0x7362);
+    uint32_t cd_even = ptx::permute_bytes(pairs[i + 8], pairs[i + 12], 0x5140);
+    uint32_t cd_odd = ptx::permute_bytes(pairs[i + 8], pairs[i + 12], 0x7362);
+    low[2 * i] = ptx::permute_bytes(ab_even, cd_even, 0x5410);
+    high[2 * i] = ptx::permute_bytes(ab_even, cd_even, 0x7632);
+    low[2 * i + 1] = ptx::permute_bytes(ab_odd, cd_odd, 0x5410);
+    high[2 * i + 1] = ptx::permute_bytes(ab_odd, cd_odd, 0x7632);
+  }
+  transpose_bytes(low);
+  transpose_bytes(high);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) planes[i] = low[i], planes[i + 8] = high[i];
+}
+
+// A matrix of 32 by 32 bits, a word a lane: bit i of lane l <- bit l of lane i.
+__device__ inline uint32_t transpose_lanes(uint32_t x, int lane) {
+  constexpr uint32_t kMasks[] = {0x55555555u, 0x33333333u, 0x0f0f0f0fu, 0x00ff00ffu, 0x0000ffffu};
+#pragma unroll
+  for (int k = 4; k >= 0; --k) {
+    int step = 1 << k;
+    uint32_t other = __shfl_xor_sync(~0u, x, step);
+    bool upper = lane & step;
+    // A lower lane keeps its low parts and takes the other's low parts as its high ones; an upper lane mirrors that.
+    uint32_t moved = __funnelshift_l(other, other, upper ? 32 - step : step);
+    x = blend(x, moved, upper ? ~kMasks[k] : kMasks[k]);
+  }
+  return x;
+}
+
+}  // namespace cute_kernels::compress

@@ -1,0 +1,102 @@
+// Deals the channels of every head to the classes by density, and counts up where the tiles' blocks begin.
+#include "cute_kernels/common/error.hpp"
+#include "cute_kernels/compress/compress.hpp"
+
+namespace cute_kernels::compress {
+namespace {
+
+using namespace format;
+
+// One CTA a head, one thread a channel: channels, densest first, ties by lower channel, go to the classes back and
+// forth.
+__global__ void deal_kernel(int32_t const* counts, uint8_t* channel_order) {
+  __shared__ int32_t count[kMaxHeadDim];
+  int channels = blockDim.x, channel = threadIdx.x;
+  int64_t first = int64_t{blockIdx.x} * channels;
+  int32_t mine = counts[first + channel];
+  count[channel] = mine;
+  __syncthreads();
+  int rank = 0;
+#pragma unroll 8
+  for (int other = 0; other < channels; ++other)
+    rank += count[other] > mine || (count[other] == mine && other < channel);
+  int place = rank % kClasses;
+  bool forth = rank / kClasses % 2 == 0;
+  channel_order[first + rank - place + (forth ? place : kClasses - 1 - place)] = static_cast<uint8_t>(channel);
+}
+
+constexpr int kThreads = 1024;
+constexpr int kWarps = kThreads / 32;
+
+__device__ int64_t warp_sum(int64_t x) {
+  for (int step = 16; step; step /= 2) x += __shfl_xor_sync(~0u, x, step);
+  return x;
+}
+
+// Of all threads of the CTA; `scratch` has a place for every warp.
+__device__ int64_t cta_sum(int64_t x, int64_t* scratch) {
+  __syncthreads();
+  x = warp_sum(x);
+  if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = x;
+  __syncthreads();
+  return warp_sum(scratch[threadIdx.x % 32]);
+}
+
+// A CTA places 1024 tiles and adds up all tiles before them itself: reading those few bytes again costs less than
+// waiting for other CTAs. The last one has then seen all tiles and writes the totals.
+__global__ void __launch_bounds__(kThreads)
+    offsets_kernel(int32_t const* longest, int64_t tiles, int bitmap_rows, int32_t const* counts, int64_t channels,
+                   int32_t* row_offsets, int64_t* totals) {
+  __shared__ int64_t scratch[kWarps];
+  int64_t first = int64_t{blockIdx.x} * kThreads, tile = first + threadIdx.x;
+  int64_t before = 0;
+  int most = 0;
+#pragma unroll 8
+  for (int64_t i = threadIdx.x; i < first; i += kThreads) {
+    before += longest[i];
+    most = max(most, longest[i]);
+  }
+  before = cta_sum(before, scratch) + first * bitmap_rows;
+
+  int rows = tile < tiles ? bitmap_rows + longest[tile] : 0, up_to = rows;
+  most = max(most, rows - bitmap_rows);
+  for (int step = 1; step < 32; step *= 2) {
+    int lower = __shfl_up_sync(~0u, up_to, step);
+    if (threadIdx.x % 32 >= step) up_to += lower;
+  }
+  __syncthreads();
+  if (threadIdx.x % 32 == 31) scratch[threadIdx.x / 32] = up_to;
+  __syncthreads();
+  int64_t of_lower_warps = warp_sum(threadIdx.x % 32 < threadIdx.x / 32 ? scratch[threadIdx.x % 32] : 0);
+  int64_t end = before + of_lower_warps + up_to;
+  if (tile < tiles) row_offsets[tile + 1] = static_cast<int32_t>(end);
+  if (tile == 0) row_offsets[0] = 0;
+  if (blockIdx.x + 1 < gridDim.x) return;
+
+  int64_t nonzeros = 0;
+  for (int64_t i = threadIdx.x; i < channels; i += kThreads) nonzeros += counts[i];
+  nonzeros = cta_sum(nonzeros, scratch);
+  most = __reduce_max_sync(~0u, most);
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = most;
+  __syncthreads();
+  most = __reduce_max_sync(~0u, static_cast<int>(scratch[threadIdx.x % 32]));
+  if (threadIdx.x == kThreads - 1) totals[0] = end, totals[1] = bitmap_rows + most, totals[2] = nonzeros;
+}
+
+}  // namespace
+
+void deal(int32_t const* counts, int heads, int padded_head_dim, uint8_t* channel_order, cudaStream_t stream) {
+  deal_kernel<<<heads, padded_head_dim, 0, stream>>>(counts, channel_order);
+  check_cuda(cudaGetLastError(), "launch of deal");
+}
+
+void offsets(int32_t const* longest, int64_t tiles, int32_t const* counts, int heads, int padded_head_dim,
+             int32_t* row_offsets, int64_t* totals, cudaStream_t stream) {
+  unsigned grid = static_cast<unsigned>((tiles + kThreads - 1) / kThreads);
+  offsets_kernel<<<grid, kThreads, 0, stream>>>(longest, tiles, format::bitmap_rows(padded_head_dim), counts,
+                                                int64_t{heads} * padded_head_dim, row_offsets, totals);
+  check_cuda(cudaGetLastError(), "launch of offsets");
+}
+
+}  // namespace cute_kernels::compress

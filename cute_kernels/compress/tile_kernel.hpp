@@ -1,0 +1,50 @@
+// What packing and unpacking share: one CTA a tile, a kernel for every role and padded head dim.
+#pragma once
+
+#include <type_traits>
+
+#include "cute_kernels/common/error.hpp"
+#include "cute_kernels/compress/compress.hpp"
+
+namespace cute_kernels::compress {
+
+// Where a tile lies in the storage and in the dense tensor.
+struct TilePlace {
+  int64_t tile, first_token;
+  unsigned head;
+  int tokens;  // that exist
+  uint32_t* block;
+  int rows;
+
+  __device__ TilePlace(format::SparseView const& view) {
+    unsigned tiles_per_head = static_cast<unsigned>(view.tiles_per_head());
+    tile = blockIdx.x;
+    head = blockIdx.x / tiles_per_head;
+    first_token = int64_t{blockIdx.x % tiles_per_head} * format::kTileTokens;
+    tokens = static_cast<int>(min(int64_t{format::kTileTokens}, view.tokens - first_token));
+    block = const_cast<uint32_t*>(view.blocks) + int64_t{view.row_offsets[tile]} * format::kLanes;
+    rows = view.row_offsets[tile + 1] - view.row_offsets[tile];
+  }
+};
+
+template <class F>
+void visit_shape(format::SparseView const& view, F&& f) {
+  auto visit_role = [&](auto head_dim) {
+    if (view.role == format::Role::kKey) f(std::integral_constant<format::Role, format::Role::kKey>{}, head_dim);
+    else f(std::integral_constant<format::Role, format::Role::kValue>{}, head_dim);
+  };
+  if (view.padded_head_dim == 64) visit_role(std::integral_constant<int, 64>{});
+  else if (view.padded_head_dim == 128) visit_role(std::integral_constant<int, 128>{});
+  else visit_role(std::integral_constant<int, 256>{});
+}
+
+template <class Kernel, class... Args>
+void launch_tiles(Kernel kernel, format::SparseView const& view, int threads, size_t shared_bytes, cudaStream_t stream,
+                  char const* what, Args... args) {
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)),
+             "cudaFuncSetAttribute");
+  kernel<<<static_cast<unsigned>(view.tiles()), threads, shared_bytes, stream>>>(args...);
+  check_cuda(cudaGetLastError(), what);
+}
+
+}  // namespace cute_kernels::compress
