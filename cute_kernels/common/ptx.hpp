@@ -16,6 +16,14 @@ CUTE_DEVICE uint32_t load_shared_u16(uint32_t address) {
   return value;
 }
 
+// Bits of `low` where the mask is 1, of `high` where it is 0. Written as (low & mask) | (high & ~mask) with a constant
+// mask, this takes two instructions: compilers see two constants, and an instruction holds one.
+CUTE_DEVICE uint32_t blend(uint32_t low, uint32_t high, uint32_t mask) {
+  uint32_t result;
+  asm("lop3.b32 %0, %1, %2, %3, 0xe2;" : "=r"(result) : "r"(low), "r"(mask), "r"(high));
+  return result;
+}
+
 // Where `word` has one of `bits`: loads a 16-bit value; stores one and moves the address on. A register may be wider
 // than what it loads or stores.
 CUTE_DEVICE void load_shared_u16_if(uint32_t& value, uint32_t address, uint32_t word, uint32_t bits) {
@@ -47,7 +55,7 @@ CUTE_DEVICE void append_shared_u16_if(uint32_t& address, uint32_t value, int ste
 }
 
 // Keeps the compiler from knowing how x came about, and so from holding on to parts of that.
-CUTE_DEVICE void forget(uint32_t& x) { asm volatile("" : "+r"(x)); }
+CUTE_DEVICE void forget(uint32_t& x) { asm("" : "+r"(x)); }
 
 CUTE_DEVICE uint32_t load_shared_u32(uint32_t address) {
   uint32_t value;

@@ -62,8 +62,8 @@ __device__ void count_classes(uint32_t const* row, int (&count)[kClasses]) {
 #pragma unroll
     for (int i = 0; i < 2 && w + 2 * i < Words; ++i) {
       uint32_t a = row[w + 2 * i], b = row[w + 2 * i + 1];
-      nibbles[i][0] = blend(a, b << 4, 0x0f0f0f0fu);
-      nibbles[i][1] = blend(a >> 4, b, 0x0f0f0f0fu);
+      nibbles[i][0] = ptx::blend(a, b << 4, 0x0f0f0f0fu);
+      nibbles[i][1] = ptx::blend(a >> 4, b, 0x0f0f0f0fu);
     }
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
@@ -72,7 +72,7 @@ __device__ void count_classes(uint32_t const* row, int (&count)[kClasses]) {
         for (int c = 0; c < 4; ++c) count[4 * n + c] += __popc(nibbles[0][n] & 0x11111111u << c);
       } else {
         uint32_t a = nibbles[0][n], b = nibbles[1][n];
-        uint32_t low = blend(a, b << 2, 0x33333333u), high = blend(a >> 2, b, 0x33333333u);
+        uint32_t low = ptx::blend(a, b << 2, 0x33333333u), high = ptx::blend(a >> 2, b, 0x33333333u);
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
           count[4 * n + c] += __popc(low & 0x55555555u << c);

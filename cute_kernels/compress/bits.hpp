@@ -7,9 +7,6 @@
 
 namespace cute_kernels::compress {
 
-// Bits of `high` where the mask is 0, of `low` where it is 1.
-__device__ inline uint32_t blend(uint32_t low, uint32_t high, uint32_t mask) { return (low & mask) | (high & ~mask); }
-
 // The bits i of every byte of 8 words, i from 0 to 7: word p, bit i of a byte <- word i, bit p of that byte.
 __device__ inline void transpose_bytes(uint32_t (&x)[8]) {
   constexpr uint32_t kMasks[] = {0x55555555u, 0x33333333u, 0x0f0f0f0fu};
@@ -20,8 +17,8 @@ __device__ inline void transpose_bytes(uint32_t (&x)[8]) {
     for (int i = 0; i < 8; ++i) {
       if (i & step) continue;
       uint32_t low = x[i], high = x[i + step];
-      x[i] = blend(low, high << step, kMasks[k]);
-      x[i + step] = blend(low >> step, high, kMasks[k]);
+      x[i] = ptx::blend(low, high << step, kMasks[k]);
+      x[i + step] = ptx::blend(low >> step, high, kMasks[k]);
     }
   }
 }
@@ -56,7 +53,7 @@ __device__ inline uint32_t transpose_lanes(uint32_t x, int lane) {
     bool upper = lane & step;
     // A lower lane keeps its low parts and takes the other's low parts as its high ones; an upper lane mirrors that.
     uint32_t moved = __funnelshift_l(other, other, upper ? 32 - step : step);
-    x = blend(x, moved, upper ? ~kMasks[k] : kMasks[k]);
+    x = ptx::blend(x, moved, upper ? ~kMasks[k] : kMasks[k]);
   }
   return x;
 }

@@ -22,11 +22,11 @@ struct DenseView {
     return static_cast<uint16_t const*>(data) + int64_t{head / kv_heads} * stride_batch +
            int64_t{head % kv_heads} * stride_head + token * stride_token;
   }
-  // Whether every token starts on 16 bytes.
-  bool has_aligned_rows() const {
-    constexpr int kValues = 8;
+  // Whether every token starts on 16 bytes, at a distance within its tile that 32 bits hold.
+  bool has_vectors() const {
+    constexpr int kValues = 8, kLargestStride = 1 << 24;
     return reinterpret_cast<uintptr_t>(data) % 16 == 0 && stride_batch % kValues == 0 && stride_head % kValues == 0 &&
-           stride_token % kValues == 0;
+           stride_token % kValues == 0 && stride_token >= 0 && stride_token <= kLargestStride;
   }
 };
 

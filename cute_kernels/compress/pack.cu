@@ -15,6 +15,7 @@ using namespace format;
 
 constexpr int kStreams = Codec16::kStreams;
 constexpr int kVectorValues = 8;  // of 16 bits in 16 bytes
+constexpr int kSwizzledRows = 8;
 constexpr int kBatch = 4;         // values on their way from one place in shared memory to another
 
 constexpr int warps_of(int head_dim) { return head_dim == kMaxHeadDim ? 4 : 2; }
@@ -23,12 +24,16 @@ template <int HeadDim>
 struct PackStorage {
   static constexpr int kWarps = warps_of(HeadDim);
 
-  alignas(16) uint16_t dense[kTileTokens][HeadDim];  // by token position and channel
+  alignas(16) uint16_t dense[kTileTokens][HeadDim];  // by token position and channel, see `swizzled`
   alignas(16) uint32_t bits[kTileTokens][HeadDim / 32];  // by token and channel position
   uint8_t channel[HeadDim];                              // by position
   uint32_t lengths[kWarps][kLanes];                      // of the streams, 16 bits each
   alignas(16) uint16_t values[][kLanes][kStreams];       // staged value rows
 };
+
+// Where a channel is in a row of the dense tile. Rows start in the same bank, and lanes of different rows often want the
+// same channel: within 8 rows its vector moves to 8 places.
+__device__ constexpr int swizzled(int row, int channel) { return channel ^ (row % kSwizzledRows) * kVectorValues; }
 
 // Bits of a bitmap word that are of one stream.
 __device__ constexpr uint32_t stream_bits(int stream) {
@@ -47,7 +52,7 @@ __device__ void load_tile(PackStorage<HeadDim>& s, DenseView const& x, uint32_t 
   uint16_t const* from = x.row(place.head, place.first_token);
   uint8_t const* order = view.token_order + place.tile * kTileTokens;
   int column = threadIdx.x % kRowVectors, first_row = threadIdx.x / kRowVectors;
-  int token[kVectors];
+  unsigned token[kVectors];
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) token[i] = order[first_row + i * kRowStep];
 
@@ -59,19 +64,22 @@ __device__ void load_tile(PackStorage<HeadDim>& s, DenseView const& x, uint32_t 
     ptx::cp_async_16(cute::cast_smem_ptr_to_uint(s.channel + 16 * threadIdx.x),
                      view.channel_order + place.head * HeadDim + 16 * threadIdx.x, 16);
   cute::cp_async_fence();
-  // What is not there is never read.
   if (!vectors) {
     for (int row = 0; row < kTileTokens; ++row)
       for (int c = threadIdx.x; order[row] < place.tokens && c < x.head_dim; c += kThreads)
-        s.dense[row][c] = from[order[row] * x.stride_token + c];
+        s.dense[row][swizzled(row, c)] = from[order[row] * x.stride_token + c];
     cute::cp_async_fence();
     return;
   }
+  unsigned tokens = column * kVectorValues < x.head_dim ? place.tokens : 0;  // that this column has
+  unsigned stride = static_cast<unsigned>(x.stride_token * sizeof(uint16_t));
+  auto const* source = reinterpret_cast<uint8_t const*>(from + column * kVectorValues);
+  uint32_t target = cute::cast_smem_ptr_to_uint(s.dense[first_row]);
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
-    if (column * kVectorValues >= x.head_dim || token[i] >= place.tokens) continue;
-    ptx::cp_async_16(cute::cast_smem_ptr_to_uint(&s.dense[first_row + i * kRowStep][column * kVectorValues]),
-                     from + token[i] * x.stride_token + column * kVectorValues, 16);
+    int column_at = swizzled(first_row + i * kRowStep, column * kVectorValues);
+    ptx::cp_async_16(target + (i * kRowStep * HeadDim + column_at) * sizeof(uint16_t),
+                     source + uint64_t{token[i]} * stride, token[i] < tokens ? 16 : 0);
   }
   cute::cp_async_fence();
 }
@@ -126,11 +134,14 @@ struct LanePart {
 
   // Copies its values to the staged rows, those of each stream from its rank on.
   __device__ void stage_values(PackStorage<HeadDim>& s, int lane, uint32_t ranks) {
-    uint32_t place[kStreams], source[HeadDim], row = cute::cast_smem_ptr_to_uint(s.dense[token]);
+    uint32_t place[kStreams], row = cute::cast_smem_ptr_to_uint(s.dense[token]);
+    uint32_t source[HeadDim][kSwizzledRows];  // of a channel, for rows of one residue
 #pragma unroll
     for (int j = 0; j < kStreams; ++j) place[j] = cute::cast_smem_ptr_to_uint(&s.values[rank(ranks, j)][lane][j]);
 #pragma unroll
-    for (int e = 0; e < kElements; ++e) source[channel_offset(e)] = row + 2 * s.channel[channel + channel_offset(e)];
+    for (int e = 0; e < kElements; ++e)
+      source[channel_offset(e)][token_offset(e) % kSwizzledRows] =
+          row + 2 * swizzled(token + token_offset(e), s.channel[channel + channel_offset(e)]);
 #pragma unroll
     for (int w = 0; w < kWords; ++w) ptx::forget(words[w]);
     uint32_t value[kBatch] = {};
@@ -138,7 +149,9 @@ struct LanePart {
     for (int e0 = 0; e0 < kElements; e0 += kBatch) {
 #pragma unroll
       for (int e = e0; e < e0 + kBatch; ++e)
-        ptx::load_shared_u16_if(value[e - e0], source[channel_offset(e)] + token_offset(e) * HeadDim * 2,
+        ptx::load_shared_u16_if(value[e - e0],
+                                source[channel_offset(e)][token_offset(e) % kSwizzledRows] +
+                                    token_offset(e) * HeadDim * 2,
                                 words[bitmap_word(e)], 1u << bitmap_bit(e));
 #pragma unroll
       for (int e = e0; e < e0 + kBatch; ++e)
@@ -156,7 +169,8 @@ struct LanePart {
     for (int e = warp * kElements; e < (warp + 1) * kElements; ++e) {
       if (!(place.block[bitmap_word(e) * kLanes + lane] >> bitmap_bit(e) & 1)) continue;
       int position = decltype(element_layout<kRole, HeadDim>()){}(lane, e), j = Codec16::stream(e);
-      uint16_t value = s.dense[position / HeadDim][s.channel[position % HeadDim]];
+      int row_of = position / HeadDim, channel_of = s.channel[position % HeadDim];
+      uint16_t value = s.dense[row_of][swizzled(row_of, channel_of)];
 #pragma unroll
       for (int i = 0; i < kStreams; ++i) {  // no index that is known only at run time
         if (i != j) continue;
@@ -231,7 +245,7 @@ void pack(DenseView const& x, uint32_t const* masks, int keep, int64_t const* to
     int staged_rows = keep > 0 && 2 * keep <= head_dim() ? head_dim() / 8 * 5 : head_dim();
     launch_tiles(pack_kernel<role(), head_dim()>, view, 32 * warps_of(head_dim()),
                  sizeof(PackStorage<head_dim()>) + staged_rows * kRowBytes, stream, "launch of pack", x,
-                 x.has_aligned_rows(), masks, totals, capacity, view, staged_rows);
+                 x.has_vectors(), masks, totals, capacity, view, staged_rows);
   });
 }
 

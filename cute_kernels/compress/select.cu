@@ -37,12 +37,14 @@ __device__ void load_rows(SelectStorage<Words>& s, DenseView const& x, uint16_t 
     __syncwarp();
     return;
   }
+  constexpr int kRows = 32 / kVectors;  // at a time
+  int row = lane / kVectors, v = lane % kVectors;
+  uint16_t const* source = from + row * x.stride_token + v * kVectorValues;
+  int rows = v * kVectorValues < x.head_dim ? tokens : 0;  // that this lane's column of vectors has
 #pragma unroll
-  for (int i = 0; i < kHalfTokens * kVectors / 32; ++i) {
-    int t = (32 * i + lane) / kVectors, v = (32 * i + lane) % kVectors;
-    bool exists = t < tokens && v * kVectorValues < x.head_dim;
-    uint16_t const* source = from + (exists ? t * x.stride_token + v * kVectorValues : 0);
-    ptx::cp_async_16(cute::cast_smem_ptr_to_uint(&s.dense[t][v]), source, exists ? 16 : 0);
+  for (int t = 0; t < kHalfTokens; t += kRows) {
+    ptx::cp_async_16(cute::cast_smem_ptr_to_uint(&s.dense[row + t][v]), source, row + t < rows ? 16 : 0);
+    source += kRows * x.stride_token;
   }
   cute::cp_async_fence();
   cute::cp_async_wait<0>();
@@ -53,15 +55,21 @@ __device__ void load_rows(SelectStorage<Words>& s, DenseView const& x, uint16_t 
 template <bool kBFloat16, int Words>
 __device__ void unify_nans(uint32_t (&planes)[Words][kMagnitudeBits]) {
   constexpr int kMantissaBits = kBFloat16 ? 7 : 10;
+  uint32_t special[Words], any = 0;
 #pragma unroll
   for (int w = 0; w < Words; ++w) {
-    uint32_t special = ~0u, mantissa = 0;
+    special[w] = ~0u;
 #pragma unroll
-    for (int p = kMantissaBits; p < kMagnitudeBits; ++p) special &= planes[w][p];
-    if (!special) continue;
+    for (int p = kMantissaBits; p < kMagnitudeBits; ++p) special[w] &= planes[w][p];
+    any |= special[w];
+  }
+  if (!any) return;
+#pragma unroll
+  for (int w = 0; w < Words; ++w) {
+    uint32_t mantissa = 0;
 #pragma unroll
     for (int p = 0; p < kMantissaBits; ++p) mantissa |= planes[w][p];
-    uint32_t nan = special & mantissa;
+    uint32_t nan = special[w] & mantissa;
 #pragma unroll
     for (int p = 0; p < kMantissaBits; ++p) planes[w][p] = p == 0 ? planes[w][p] | nan : planes[w][p] & ~nan;
   }
@@ -171,7 +179,7 @@ void select(DenseView const& x, int keep, uint32_t* masks, int32_t* counts, void
   auto launch = [&](auto kernel) {
     // More than any token has: all that is not zero.
     int most = keep > 0 ? keep : format::kMaxHeadDim + 1;
-    kernel<<<static_cast<unsigned>(grid), 32, 0, stream>>>(x, most, x.has_aligned_rows(), masks, counts,
+    kernel<<<static_cast<unsigned>(grid), 32, 0, stream>>>(x, most, x.has_vectors(), masks, counts,
                                                            static_cast<uint16_t*>(pruned));
   };
   auto launch_words = [&](auto of_fp16, auto of_bf16) {

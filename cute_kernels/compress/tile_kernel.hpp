@@ -18,9 +18,10 @@ struct TilePlace {
 
   __device__ TilePlace(format::SparseView const& view) {
     unsigned tiles_per_head = static_cast<unsigned>(view.tiles_per_head());
-    tile = blockIdx.x;
-    head = blockIdx.x / tiles_per_head;
-    first_token = int64_t{blockIdx.x % tiles_per_head} * format::kTileTokens;
+    unsigned index = gridDim.x - 1 - blockIdx.x;  // the last tiles first: theirs is what caches still hold
+    tile = index;
+    head = index / tiles_per_head;
+    first_token = int64_t{index % tiles_per_head} * format::kTileTokens;
     tokens = static_cast<int>(min(int64_t{format::kTileTokens}, view.tokens - first_token));
     block = const_cast<uint32_t*>(view.blocks) + int64_t{view.row_offsets[tile]} * format::kLanes;
     rows = view.row_offsets[tile + 1] - view.row_offsets[tile];
