@@ -7,6 +7,11 @@
     p = torch.softmax(ck.sparse_qk(q, k, scale=D**-0.5), dim=-1)
     o = ck.sparse_av(p, v)
 
+Memory that is filled again and again, without waiting for the device, as a CUDA graph wants it:
+
+    k = ck.SparseKV.preallocate(keys.shape, keys.dtype, role="key", sparsity=0.7, device=keys.device)
+    ck.compress(keys, role="key", sparsity=0.7, out=k)
+
 Shapes, throughout: B batch, Hq query heads, Hkv KV heads (Hq a multiple of Hkv), Sq query tokens, T cached tokens, D
 head dim. The kernels are for inference: what they return has no gradient.
 
