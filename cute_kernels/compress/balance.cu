@@ -85,7 +85,8 @@ __device__ void count_classes(uint32_t const* row, int (&count)[kClasses]) {
 
 // The scaled counts of this lane's tokens of one cache, and 12 / scale of every class, four bits each.
 template <int Words, int Caches>
-__device__ uint32_t scale_counts(uint32_t const (*rows)[Words], int lane, uint32_t (&scaled)[kLaneTokens][kCountWords]) {
+__device__ uint32_t scale_counts(uint32_t const (*rows)[Words], int lane,
+                                 uint32_t (&scaled)[kLaneTokens][kCountWords]) {
   int count[kLaneTokens][kClasses], scale[kClasses], most = 0;
 #pragma unroll
   for (int j = 0; j < kLaneTokens; ++j)  // the first order is that of the tokens
@@ -223,7 +224,8 @@ __global__ void __launch_bounds__(32 * kWarps)
   int lane = threadIdx.x % 32;
   int64_t tile = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
   if (tile >= tiles) return;
-  int64_t channels = int64_t{static_cast<unsigned>(tile) / tiles_per_head} * 32 * Words, masks = tile * kTileTokens * Words;
+  int64_t channels = int64_t{static_cast<unsigned>(tile) / tiles_per_head} * 32 * Words;
+  int64_t masks = tile * kTileTokens * Words;
 
   Token<Caches> mine[kLaneTokens];
   uint32_t ratios[Caches];

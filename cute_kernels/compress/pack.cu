@@ -31,8 +31,8 @@ struct PackStorage {
   alignas(16) uint16_t values[][kLanes][kStreams];       // staged value rows
 };
 
-// Where a channel is in a row of the dense tile. Rows start in the same bank, and lanes of different rows often want the
-// same channel: within 8 rows its vector moves to 8 places.
+// Where a channel is in a row of the dense tile. Rows start in the same bank, and lanes of different rows often want
+// the same channel: within 8 rows its vector moves to 8 places.
 __device__ constexpr int swizzled(int row, int channel) { return channel ^ (row % kSwizzledRows) * kVectorValues; }
 
 // Bits of a bitmap word that are of one stream.

@@ -60,7 +60,7 @@ class SparseKV:
     _max_tile_rows: int
     _nnz: int | None
     _keep: int  # preallocated: for so many elements a token, 0: any number
-    _totals: Tensor | None  # preallocated: _steps.TOTALS int64 on the device. _blocks and _max_tile_rows are bounds then
+    _totals: Tensor | None  # preallocated: _steps.TOTALS on the device; _blocks and _max_tile_rows are bounds then
     _view: _C.SparseView | None
 
     def __init__(self) -> None:
