@@ -1,6 +1,8 @@
 // Which elements are kept: per token the `keep` largest magnitudes, ties to the lower channel. No sort: a lane takes a
 // token, turns its magnitudes into bit planes and finds the keep-th largest bit by bit, from the highest plane down.
 // Each step then looks at 32 channels a word, and nothing of it crosses lanes.
+#include <algorithm>
+
 #include <cute/arch/copy_sm80.hpp>
 #include <cute/pointer.hpp>
 
@@ -24,17 +26,30 @@ struct SelectStorage {
   uint32_t kept[kHalfTokens][Words];
 };
 
-// Rows of this half tile to shared memory, zeros for tokens and channels that are not there.
+// Half a tile.
+struct Half {
+  unsigned head;
+  int64_t first;  // token of the head
+  int tokens;     // that exist
+
+  __device__ Half(DenseView const& x, unsigned tiles_per_head, unsigned tile, int half) {
+    head = tile / tiles_per_head;
+    first = int64_t{tile % tiles_per_head} * format::kTileTokens + half * kHalfTokens;
+    tokens = static_cast<int>(max(int64_t{0}, min(int64_t{kHalfTokens}, x.tokens - first)));
+  }
+};
+
+// Starts to copy rows to shared memory, with zeros for tokens and channels that are not there.
 template <int Words>
-__device__ void load_rows(SelectStorage<Words>& s, DenseView const& x, uint16_t const* from, int tokens, bool vectors,
-                          int lane) {
+__device__ void start_rows(SelectStorage<Words>& s, DenseView const& x, Half const& half, bool vectors, int lane) {
+  int tokens = half.tokens;
+  uint16_t const* from = x.row(half.head, tokens ? half.first : 0);
   constexpr int kVectors = SelectStorage<Words>::kVectors;
   if (!vectors) {
     for (int t = 0; t < kHalfTokens; ++t)
       for (int c = lane; c < kVectors * kVectorValues; c += 32)
         reinterpret_cast<uint16_t*>(s.dense[t])[c] =
             t < tokens && c < x.head_dim ? from[t * x.stride_token + c] : uint16_t{0};
-    __syncwarp();
     return;
   }
   constexpr int kRows = 32 / kVectors;  // at a time
@@ -47,8 +62,6 @@ __device__ void load_rows(SelectStorage<Words>& s, DenseView const& x, uint16_t 
     source += kRows * x.stride_token;
   }
   cute::cp_async_fence();
-  cute::cp_async_wait<0>();
-  __syncwarp();
 }
 
 // Every NaN counts as one magnitude above infinity, see `nan_key`.
@@ -129,44 +142,78 @@ __device__ void write_pruned(SelectStorage<Words>& s, uint32_t const (&kept)[Wor
   }
 }
 
+// CTAs of an SM, which bounds their registers; shared memory has room for about as many.
+template <int Words>
+constexpr int kResident = Words == 2 ? 28 : Words == 4 ? 20 : 11;
+
+// A CTA takes every gridDim.x-th tile. Rows of its next half tile arrive while it selects: by then this half tile's
+// are in registers.
 template <int Words, bool kBFloat16>
-__global__ void __launch_bounds__(32) select_kernel(DenseView x, int keep, bool vectors, uint32_t* masks,
-                                                    int32_t* counts, uint16_t* pruned) {
+__global__ void __launch_bounds__(32, kResident<Words>) select_kernel(DenseView x, int keep, bool vectors, unsigned tiles,
+                                                    uint32_t* masks, int32_t* counts, uint16_t* pruned) {
   __shared__ SelectStorage<Words> s;
   int lane = threadIdx.x;
-  unsigned ctas_per_head =
-      static_cast<unsigned>((x.tokens + format::kTileTokens - 1) / format::kTileTokens) * kHalves;
-  unsigned head = blockIdx.x / ctas_per_head;
-  int64_t first = int64_t{blockIdx.x % ctas_per_head} * kHalfTokens;
-  int tokens = static_cast<int>(max(int64_t{0}, min(int64_t{kHalfTokens}, x.tokens - first)));
-  load_rows(s, x, x.row(head, tokens ? first : 0), tokens, vectors, lane);
-
-  uint32_t planes[Words][kMagnitudeBits], kept[Words];
-#pragma unroll
-  for (int w = 0; w < Words; ++w) {
-    uint32_t pairs[16], all[16];
-#pragma unroll
-    for (int v = 0; v < 4; ++v) {
-      uint4 x4 = s.dense[lane][4 * w + v];
-      pairs[4 * v] = x4.x, pairs[4 * v + 1] = x4.y, pairs[4 * v + 2] = x4.z, pairs[4 * v + 3] = x4.w;
-    }
-    to_planes(pairs, all);
-#pragma unroll
-    for (int p = 0; p < kMagnitudeBits; ++p) planes[w][p] = all[p];  // without the signs
-  }
-  unify_nans<kBFloat16>(planes);
-  keep_largest(planes, keep, kept);
-
-  if (pruned)
-    write_pruned(s, kept, pruned + (int64_t{head} * x.tokens + first) * x.head_dim, tokens, x.head_dim, lane);
-  if (masks) {
+  unsigned tiles_per_head = static_cast<unsigned>((x.tokens + format::kTileTokens - 1) / format::kTileTokens);
+  unsigned tile = blockIdx.x;
+  int part = 0;  // half of the tile
+  Half half(x, tiles_per_head, tile, part);
+  start_rows(s, x, half, vectors, lane);
+  int count[Words] = {};
+  while (tile < tiles) {
+    cute::cp_async_wait<0>();
+    __syncwarp();
+    uint32_t planes[Words][kMagnitudeBits], kept[Words];
 #pragma unroll
     for (int w = 0; w < Words; ++w) {
-      uint32_t of_channel = transpose_lanes(kept[w], lane);
-      masks[(int64_t{blockIdx.x} * Words + w) * 32 + lane] = of_channel;
-      if (of_channel) atomicAdd(counts + (int64_t{head} * Words + w) * 32 + lane, __popc(of_channel));
+      uint32_t pairs[16], all[16];
+#pragma unroll
+      for (int v = 0; v < 4; ++v) {
+        uint4 x4 = s.dense[lane][4 * w + v];
+        pairs[4 * v] = x4.x, pairs[4 * v + 1] = x4.y, pairs[4 * v + 2] = x4.z, pairs[4 * v + 3] = x4.w;
+      }
+      to_planes(pairs, all);
+#pragma unroll
+      for (int p = 0; p < kMagnitudeBits; ++p) planes[w][p] = all[p];  // without the signs
     }
+    __syncwarp();
+
+    unsigned next_tile = part ? tile + gridDim.x : tile;
+    int next_part = part ^ 1;
+    Half next(x, tiles_per_head, next_tile, next_part);
+    if (!pruned && next_tile < tiles) start_rows(s, x, next, vectors, lane);
+    unify_nans<kBFloat16>(planes);
+    keep_largest(planes, keep, kept);
+    if (pruned) {
+      uint16_t* to = pruned + (int64_t{half.head} * x.tokens + half.first) * x.head_dim;
+      write_pruned(s, kept, to, half.tokens, x.head_dim, lane);
+      __syncwarp();
+      if (next_tile < tiles) start_rows(s, x, next, vectors, lane);
+    }
+    if (masks) {
+#pragma unroll
+      for (int w = 0; w < Words; ++w) {
+        uint32_t of_channel = transpose_lanes(kept[w], lane);
+        masks[((int64_t{tile} * kHalves + part) * Words + w) * 32 + lane] = of_channel;
+        count[w] += __popc(of_channel);
+        if (part == 0) continue;
+        if (count[w]) atomicAdd(counts + (int64_t{half.head} * Words + w) * 32 + lane, count[w]);
+        count[w] = 0;
+      }
+    }
+    tile = next_tile;
+    part = next_part;
+    half = next;
   }
+}
+
+// As many CTAs as can run at a time.
+template <class Kernel>
+unsigned resident_ctas(Kernel kernel, int threads) {
+  int device, processors, ctas;
+  check_cuda(cudaGetDevice(&device), "cudaGetDevice");
+  check_cuda(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
+  check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&ctas, kernel, threads, 0), "occupancy of select");
+  return static_cast<unsigned>(processors * ctas);
 }
 
 }  // namespace
@@ -174,13 +221,13 @@ __global__ void __launch_bounds__(32) select_kernel(DenseView x, int keep, bool 
 void select(DenseView const& x, int keep, uint32_t* masks, int32_t* counts, void* pruned, cudaStream_t stream) {
   int padded = format::padded_head_dim(x.head_dim), heads = x.batch * x.kv_heads;
   if (masks) check_cuda(cudaMemsetAsync(counts, 0, sizeof(int32_t) * heads * padded, stream), "memset of counts");
-  int64_t grid = (x.tokens + format::kTileTokens - 1) / format::kTileTokens * kHalves * heads;
-  if (grid > INT32_MAX) throw std::invalid_argument("x: more than 2^30 tiles of 64 tokens");
+  int64_t tiles = (x.tokens + format::kTileTokens - 1) / format::kTileTokens * heads;
+  if (tiles > INT32_MAX / kHalves) throw std::invalid_argument("x: more than 2^30 tiles of 64 tokens");
   auto launch = [&](auto kernel) {
     // More than any token has: all that is not zero.
     int most = keep > 0 ? keep : format::kMaxHeadDim + 1;
-    kernel<<<static_cast<unsigned>(grid), 32, 0, stream>>>(x, most, x.has_vectors(), masks, counts,
-                                                           static_cast<uint16_t*>(pruned));
+    unsigned count = static_cast<unsigned>(tiles), grid = std::min(count, resident_ctas(kernel, 32));
+    kernel<<<grid, 32, 0, stream>>>(x, most, x.has_vectors(), count, masks, counts, static_cast<uint16_t*>(pruned));
   };
   auto launch_words = [&](auto of_fp16, auto of_bf16) {
     if (x.dtype == DType::kBFloat16) launch(of_bf16);
