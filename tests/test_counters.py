@@ -28,19 +28,15 @@ H200 = profiling.ROOT / "profiling" / "results" / "nvidia-h200" / "sweep.json"
 @dataclasses.dataclass
 class Metric:
     number: object
-    of: str = ""
 
     def value(self):
         return self.number
-
-    def unit(self):
-        return self.of
 
 
 class Kernel:
     def __init__(self, name, label, us, **metrics):
         self._name, self._label = name, label
-        self._metrics = {METRICS["ncu_kernel_us"]: Metric(1e3 * us, "ns"),
+        self._metrics = {METRICS["ncu_kernel_us"]: Metric(1e3 * us),
                          **{METRICS.get(field, field): Metric(number) for field, number in metrics.items()}}
 
     def name(self):
@@ -89,10 +85,9 @@ def test_counters_of_a_call():
                                           "together; faster with fewer instructions an element")
 
 
-def test_units_that_are_not_base_units():
-    kernel = types.SimpleNamespace(metric_by_name=lambda name: Metric(2, "us") if name == METRICS["ncu_kernel_us"] else
-                                   Metric("text"))
-    assert join.value(kernel, METRICS["ncu_kernel_us"]) == 2000 and join.value(kernel, "other") is None
+def test_metrics_that_are_no_number():
+    kernel = types.SimpleNamespace(metric_by_name=lambda name: {"a": Metric(2), "b": Metric("text")}.get(name))
+    assert join.value(kernel, "a") == 2 and join.value(kernel, "b") is None and join.value(kernel, "c") is None
 
 
 def test_every_field_has_a_metric_or_is_derived():

@@ -119,7 +119,7 @@ void bind_cuda(py::module_& m) {
            "totals"_a, "stream"_a);
   cuda.def("pack", &pack, "x"_a, "strides"_a, "masks"_a, "keep"_a, "totals"_a, "capacity"_a, "view"_a, "stream"_a);
   cuda.def("decompress", &decompress, "view"_a, "out"_a, "stream"_a);
-  cuda.def("workspace_bytes", &dispatch::workspace_bytes, "view"_a, "q_heads"_a, "q_tokens"_a,
+  cuda.def("workspace_bytes", &dispatch::workspace_bytes, "view"_a, "q_heads"_a, "q_tokens"_a, "backend"_a,
            "bytes of scratch memory that sparse_av needs on the current device");
   cuda.def("sparse_qk", &sparse_qk, "view"_a, "q"_a, "q_strides"_a, "q_heads"_a, "q_tokens"_a, "scale"_a, "out"_a,
            "out_dtype"_a, "backend"_a, "stream"_a);

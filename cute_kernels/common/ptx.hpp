@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include <cute/arch/util.hpp>
 #include <cute/config.hpp>
 
 namespace cute_kernels::ptx {
@@ -81,6 +82,9 @@ CUTE_DEVICE int dot2_high(uint32_t halves, uint32_t bytes, int sum) {
   return sum;
 }
 
+// Keeps the compiler from moving memory accesses across.
+CUTE_DEVICE void compiler_fence() { asm volatile("" ::: "memory"); }
+
 // L2 policy of data that is read once.
 CUTE_DEVICE uint64_t evict_first_policy() {
   uint64_t policy;
@@ -96,6 +100,17 @@ CUTE_DEVICE void cp_async_16(uint32_t shared, void const* global, int bytes) {
 CUTE_DEVICE void cp_async_16_hint(uint32_t shared, void const* global, uint64_t policy) {
   asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "l"(policy)
                : "memory");
+}
+
+// TMA without a tensor map (CC 9.0): `bytes`, a multiple of 16, from and to addresses that are; counted by `barrier`.
+CUTE_DEVICE void bulk_copy(void* shared, void const* global, int bytes, void* barrier, uint64_t policy) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
+          cute::cast_smem_ptr_to_uint(shared)),
+      "l"(global), "r"(bytes), "r"(cute::cast_smem_ptr_to_uint(barrier)), "l"(policy)
+      : "memory");
+#endif
 }
 
 // Programmatic dependent launch (CC 9.0). No-ops on older devices, where launches are ordinary.

@@ -37,19 +37,20 @@ inline Plan choose_plan(DeviceLimits const& device, matmul::KernelLimits const& 
   plan.stages.block_bytes = (plan.stages.block_bytes + 127) / 128 * 128;
   plan.stages.stage_bytes =
       (plan.stages.block_bytes + order_bytes + std::min(n, rows) * dense_row_bytes + 127) / 128 * 128;
-  int fit =
-      (device.shared_bytes - kernel.static_shared_bytes) / plan.stages.stage_bytes;  // stages of all warps together
+  int fit = (device.shared_bytes - kernel.fixed_shared_bytes) / plan.stages.stage_bytes;  // stages of all workers
   if (fit < kernel.min_stages)
     throw std::runtime_error(std::to_string(kernel.min_stages) + " stages of " +
                              std::to_string(plan.stages.stage_bytes) + " bytes do not fit in the " +
                              std::to_string(device.shared_bytes) + " bytes of shared memory of this device");
-  int warps = std::min(kernel.max_warps, fit / kernel.min_stages);
-  if (warps > kSchedulers) warps -= warps % kSchedulers;
-  plan.config.warps = warps;
-  plan.stages.count = std::min(kernel.max_stages, fit / warps);
+  auto in_fours = [&](int workers) {  // as far as warps go
+    int unit = kSchedulers / kernel.worker_warps;
+    return workers > unit ? workers - workers % unit : workers;
+  };
+  plan.config.workers = in_fours(std::min(kernel.max_workers, fit / kernel.min_stages));
+  plan.stages.count = std::min(kernel.max_stages, fit / plan.config.workers);
   // Thin work is spread over SMs first. No piece is empty: combine.hpp relies on it.
   plan.config.ctas = static_cast<int>(std::min<int64_t>(device.multiprocessors, tiles));
-  plan.config.warps = static_cast<int>(std::min<int64_t>(plan.config.warps, tiles / plan.config.ctas));
+  plan.config.workers = static_cast<int>(std::min<int64_t>(plan.config.workers, tiles / plan.config.ctas));
   plan.config.programmatic_launch = device.programmatic_launch;
   return plan;
 }

@@ -38,36 +38,62 @@ DeviceLimits current_device() {
   return known[device];
 }
 
-// Query rows a pass takes: the smallest instantiated N that holds the group's rows, or the largest.
-int rows_a_pass(int rows) { return rows <= 8 ? 8 : 16; }
-
-struct Launcher {
+struct Kernels {
+  int max_rows;        // query rows a pass takes at most
+  int max_shares;      // that a CTA leaves of a segment for the combine of sparse_av
   matmul::KernelLimits (*limits)(format::DType, int);
   void (*launch)(matmul::Params const&, matmul::Config const&, cudaStream_t);
+
+  // The smallest instantiated N that holds all rows, or the largest.
+  int rows_a_pass(int rows) const {
+    int n = 8;
+    while (n < rows && n < max_rows) n *= 2;
+    return n;
+  }
+};
+
+struct Sm80 {
+  template <Role kRole, int kHeadDim>
+  static Kernels kernels() {
+    return {16, 1, matmul::sm80::limits<kRole, kHeadDim>, matmul::sm80::launch<kRole, kHeadDim>};
+  }
+};
+
+struct Sm90 {
+  template <Role kRole, int kHeadDim>
+  static Kernels kernels() {
+    return {kRole == Role::kKey ? 16 : 64, 4, matmul::sm90::limits<kRole, kHeadDim>, matmul::sm90::launch<kRole, kHeadDim>};
+  }
 };
 
 template <class Arch, Role kRole>
-Launcher launcher_for_head_dim(int padded_head_dim) {
+Kernels kernels_for_head_dim(int padded_head_dim) {
   switch (padded_head_dim) {
-    case 64: return {matmul::limits<Arch, kRole, 64>, matmul::launch<Arch, kRole, 64>};
-    case 128: return {matmul::limits<Arch, kRole, 128>, matmul::launch<Arch, kRole, 128>};
-    case 256: return {matmul::limits<Arch, kRole, 256>, matmul::launch<Arch, kRole, 256>};
+    case 64: return Arch::template kernels<kRole, 64>();
+    case 128: return Arch::template kernels<kRole, 128>();
+    case 256: return Arch::template kernels<kRole, 256>();
     default: throw std::runtime_error("head_dim " + std::to_string(padded_head_dim) + " is not instantiated");
   }
 }
 
 template <class Arch>
-Launcher launcher_for_view(format::SparseView const& view) {
-  return view.role == Role::kKey ? launcher_for_head_dim<Arch, Role::kKey>(view.padded_head_dim)
-                                 : launcher_for_head_dim<Arch, Role::kValue>(view.padded_head_dim);
+Kernels kernels_for_view(format::SparseView const& view) {
+  return view.role == Role::kKey ? kernels_for_head_dim<Arch, Role::kKey>(view.padded_head_dim)
+                                 : kernels_for_head_dim<Arch, Role::kValue>(view.padded_head_dim);
 }
 
-Launcher find_launcher(std::string const& backend, format::SparseView const& view, DeviceLimits const& device) {
+Kernels find_kernels(std::string const& backend, format::SparseView const& view, DeviceLimits const& device) {
   std::string capability = std::to_string(device.major) + "." + std::to_string(device.minor);
 #if CUTE_KERNELS_HAVE_SM80
   if (backend == "sm80") {
-    if (device.major >= 8) return launcher_for_view<matmul::Sm80>(view);
+    if (device.major >= 8) return kernels_for_view<Sm80>(view);
     throw std::runtime_error("backend 'sm80' needs compute capability 8.0 or higher, this device has " + capability);
+  }
+#endif
+#if CUTE_KERNELS_HAVE_SM90A
+  if (backend == "sm90") {
+    if (device.major == 9 && device.minor == 0) return kernels_for_view<Sm90>(view);
+    throw std::runtime_error("backend 'sm90' needs compute capability 9.0, this device has " + capability);
   }
 #endif
   throw std::runtime_error("backend '" + backend + "' is not built into this extension");
@@ -75,9 +101,9 @@ Launcher find_launcher(std::string const& backend, format::SparseView const& vie
 
 bool is_aligned(void const* pointer, int bytes) { return reinterpret_cast<uintptr_t>(pointer) % bytes == 0; }
 
-// May the kernel move 16 bytes of p, or a pair of logits, at a time?
+// May the kernel move 16 bytes of p, or four logits, at a time?
 bool vectorizes(Product const& p) {
-  if (p.sparse.role == Role::kKey) return p.sparse.tokens % 2 == 0 && is_aligned(p.out, 2 * dtype_bytes(p.out_dtype));
+  if (p.sparse.role == Role::kKey) return p.sparse.tokens % 4 == 0 && is_aligned(p.out, 4 * dtype_bytes(p.out_dtype));
   int elements = 16 / dtype_bytes(p.dense.dtype);
   return is_aligned(p.dense.data, 16) && p.dense.stride_batch % elements == 0 && p.dense.stride_head % elements == 0 &&
          p.dense.stride_token % elements == 0;
@@ -86,14 +112,16 @@ bool vectorizes(Product const& p) {
 }  // namespace
 
 bool has_backend(std::string const& backend) {
-  return backend == "sm80" && CUTE_KERNELS_HAVE_SM80;
+  return (backend == "sm80" && CUTE_KERNELS_HAVE_SM80) || (backend == "sm90" && CUTE_KERNELS_HAVE_SM90A);
 }
 
-int64_t workspace_bytes(format::SparseView const& view, int query_heads, int query_tokens) {
+int64_t workspace_bytes(format::SparseView const& view, int query_heads, int query_tokens, std::string const& backend) {
   if (view.role == Role::kKey) return 0;
-  int rows = query_heads / view.kv_heads * query_tokens, n = rows_a_pass(rows), row_blocks = (rows + n - 1) / n;
-  int64_t segments = view.heads() * row_blocks;
-  return matmul::partial_bytes(matmul::max_partials(current_device().multiprocessors, segments), n,
+  DeviceLimits device = current_device();
+  Kernels kernels = find_kernels(backend, view, device);
+  int rows = query_heads / view.kv_heads * query_tokens, n = kernels.rows_a_pass(rows);
+  int64_t segments = view.heads() * ((rows + n - 1) / n);
+  return matmul::partial_bytes(matmul::max_partials(device.multiprocessors * kernels.max_shares, segments), n,
                                view.padded_head_dim);
 }
 
@@ -101,7 +129,7 @@ void run(Product const& product, std::string const& backend, cudaStream_t stream
   format::SparseView const& view = product.sparse;
   bool is_key = view.role == Role::kKey;
   DeviceLimits device = current_device();
-  Launcher launcher = find_launcher(backend, view, device);
+  Kernels kernels = find_kernels(backend, view, device);
 
   matmul::Params params{};
   params.sparse = view;
@@ -112,14 +140,14 @@ void run(Product const& product, std::string const& backend, cudaStream_t stream
   params.vectorized = vectorizes(product);
   params.partials = product.workspace;
 
-  int group = product.query_heads / view.kv_heads, rows = group * product.query_tokens, n = rows_a_pass(rows);
+  int group = product.query_heads / view.kv_heads, rows = group * product.query_tokens, n = kernels.rows_a_pass(rows);
   int row_blocks = (rows + n - 1) / n;
   int64_t tiles = view.tiles() * row_blocks;
   if (tiles > INT32_MAX) throw std::runtime_error("the product has more than 2^31 tiles; split the batch");
 
-  Plan plan = choose_plan(device, launcher.limits(view.dtype, n), n, rows, view.max_tile_rows, matmul::kOrderBytes,
+  Plan plan = choose_plan(device, kernels.limits(view.dtype, n), n, rows, view.max_tile_rows, matmul::kOrderBytes,
                           is_key ? 0 : matmul::dense_row_bytes(product.dense.dtype), tiles);
-  int pieces = plan.config.ctas * plan.config.warps, all = static_cast<int>(tiles);
+  int pieces = plan.config.ctas * plan.config.workers, all = static_cast<int>(tiles);
   params.work = {all,
                  rows,
                  group,
@@ -131,7 +159,7 @@ void run(Product const& product, std::string const& backend, cudaStream_t stream
                  cutlass::FastDivmod(product.query_tokens),
                  cutlass::FastDivmod(view.kv_heads)};
   params.stages = plan.stages;
-  launcher.launch(params, plan.config, stream);
+  kernels.launch(params, plan.config, stream);
 }
 
 }  // namespace cute_kernels::dispatch

@@ -17,11 +17,11 @@ struct Product {
   void* workspace;          // sparse_av: workspace_bytes() bytes
 };
 
-// Is a backend compiled into this library? So far there is "sm80".
+// Is a backend, "sm80" or "sm90", compiled into this library?
 bool has_backend(std::string const& backend);
 
 // Of sparse_av on the current device; sparse_qk needs none.
-int64_t workspace_bytes(format::SparseView const& view, int query_heads, int query_tokens);
+int64_t workspace_bytes(format::SparseView const& view, int query_heads, int query_tokens, std::string const& backend);
 
 // On the current device. Nothing is synchronised or allocated. Throws std::runtime_error if the backend cannot serve.
 void run(Product const& product, std::string const& backend, cudaStream_t stream);

@@ -13,7 +13,7 @@
 
 #include "cute_kernels/common/ptx.hpp"
 #include "cute_kernels/matmul/tile_scheduler.hpp"
-#include "cute_kernels/matmul/traits.hpp"
+#include "cute_kernels/matmul/warp/traits.hpp"
 
 namespace cute_kernels::matmul {
 
@@ -62,6 +62,24 @@ CUTE_DEVICE void leave_share(Fragment const& tCrC /* (MMA,MMA_M,MMA_N) */, int r
   }
 }
 
+// CC 9.0: a warpgroup has multiplied its share of a segment; each warp leaves its quarter. Warpgroups count as CTAs.
+template <class Traits, class Fragment>
+CUTE_DEVICE void leave_partial(Params const& params, Segment const& segment, TileRange piece, int worker, int warp,
+                               Fragment const& tCrC /* ((2,2,N/8),BLOCKS_M,1) */) {
+  int lane = threadIdx.x % 32;
+  bool crossing = segment.tiles.end < piece.end;
+  float4* to = partial_data<Traits>(
+      params, crossing ? crossing_partial(segment) : cta_partial(params.work, worker, segment.index));
+  CUTE_UNROLL
+  for (int n = 0; n < Traits::kN / 8; ++n) {
+    if (!has_rows(segment.rows, lane, n)) continue;
+    CUTE_UNROLL
+    for (int m = 0; m < Traits::kBlocksM; ++m)
+      to[ShareLayout<Traits>{}(lane, AtomLayout<Traits>{}(warp * Traits::kBlocksM + m, n))] =
+          make_float4(tCrC(4 * n, m, 0), tCrC(4 * n + 1, m, 0), tCrC(4 * n + 2, m, 0), tCrC(4 * n + 3, m, 0));
+  }
+}
+
 // Writes an atom of O^T: channels go back to their places.
 template <class Traits>
 CUTE_DEVICE void store_atom(Params const& params, Segment const& segment, int lane, int m, int n, float4 values) {
@@ -70,7 +88,7 @@ CUTE_DEVICE void store_atom(Params const& params, Segment const& segment, int la
   uint8_t const* channel_order = params.sparse.channel_order + int64_t{segment.head} * Traits::kHeadDim;
   auto* out =
       static_cast<Element*>(params.out) + (int64_t{segment.head} * params.work.rows + segment.first_row) * head_dim;
-  auto thr_mma = typename Traits::TiledMma{}.get_slice(lane);
+  auto thr_mma = make_tiled_mma(format::TileMmaAtom{}).get_slice(lane);
   Tensor tCcC =
       thr_mma.partition_C(make_identity_tensor(Shape<_16, _8>{}))(_, 0, 0);  // (MMA) -> (channel_position, row)
   float const accumulators[4] = {values.x, values.y, values.z, values.w};
@@ -81,37 +99,23 @@ CUTE_DEVICE void store_atom(Params const& params, Segment const& segment, int la
   }
 }
 
-// A warp has multiplied its share of a segment. If its piece ends in that segment, the share goes to `to_shared` and
-// `last_segment` says so.
-template <class Traits, class Fragment>
-CUTE_DEVICE void finish_segment(Params const& params, Segment const& segment, TileRange piece, Fragment const& tCrC,
-                                float4* to_shared, int* last_segment) {
-  int lane = threadIdx.x % 32;
-  if (segment.tiles.end < piece.end) {
-    leave_share<Traits>(tCrC, segment.rows, partial_data<Traits>(params, crossing_partial(segment)));
-  } else {
-    __syncwarp();  // the stages have been read
-    leave_share<Traits>(tCrC, segment.rows, to_shared);
-    if (lane == 0) *last_segment = segment.index;
-  }
-}
-
-// All warps are done: adds up the shares of each run of warps that ended in the same segment.
+// All warps have left the shares of the segments that their pieces end in: adds up those of each run of warps that ended
+// in the same one. Called by `warps` warps, thread counting through them; shares lie `stride_bytes` apart.
 template <class Traits>
-CUTE_DEVICE void finish_cta(Params const& params, uint8_t const* shared, int const* last_segment) {
-  int warps = blockDim.x / 32, bytes_per_warp = params.stages.count * params.stages.stage_bytes;
+CUTE_DEVICE void add_up_shares(Params const& params, uint8_t const* shares, int stride_bytes, int const* last_segment,
+                               int warps, int thread) {
   for (int begin = 0, end; begin < warps; begin = end) {
     int index = last_segment[begin];
     for (end = begin + 1; end < warps && last_segment[end] == index; ++end) {}
     Segment segment = segment_at<Traits::kN>(params.work, index);
     float4* partial = partial_data<Traits>(params, cta_partial(params.work, blockIdx.x, index));
     CUTE_NO_UNROLL
-    for (int i = threadIdx.x; i < size(ShareLayout<Traits>{}); i += blockDim.x) {
+    for (int i = thread; i < size(ShareLayout<Traits>{}); i += 32 * warps) {
       if (!has_rows(segment.rows, i % 32, i / 32 / (Traits::kM / 16))) continue;
       float4 sum = make_float4(0, 0, 0, 0);
 #pragma unroll 4
       for (int warp = begin; warp < end; ++warp)
-        sum = sum + reinterpret_cast<float4 const*>(shared + warp * bytes_per_warp)[i];
+        sum = sum + reinterpret_cast<float4 const*>(shares + warp * stride_bytes)[i];
       partial[i] = sum;
     }
   }

@@ -7,33 +7,39 @@
 
 namespace cute_kernels::matmul {
 
-// How a product is laid over one device. Chosen by dispatch/heuristics.hpp.
+// How a product is laid over one device. Chosen by dispatch/heuristics.hpp. A worker multiplies whole tiles: a warp of
+// the sm80 kernels, a warpgroup of the sm90 kernels.
 struct Config {
-  int n;      // query rows a pass: 8 or 16
-  int warps;  // a CTA, one CTA an SM
+  int n;        // query rows a pass, one of the architecture's
+  int workers;  // a CTA, one CTA an SM
   int ctas;
   bool programmatic_launch;  // CC 9.0: the combine may be set up while the product kernel drains
 };
 
 // What the choice depends on, from the kernels' traits.
 struct KernelLimits {
-  int max_warps;
-  int min_stages, max_stages;  // a warp
-  int min_block_bytes;         // of a stage: the room of a tile's block also takes its results
-  int static_shared_bytes;
+  int max_workers;
+  int worker_warps;
+  int min_stages, max_stages;  // of a worker
+  int min_block_bytes;         // of a stage: the room of a tile's block may also take its results
+  int fixed_shared_bytes;
 };
 
-struct Sm80 {};
-
-// The pipeline that feeds an architecture's kernels: pipeline_sm80.hpp.
-template <class Arch, class Traits>
-struct PipelineOf;
-
-template <class Arch, format::Role kRole, int kHeadDim>
+// limits: of one kernel. launch: checks nothing, params and config come from dispatch/; throws std::runtime_error on a
+// CUDA error.
+namespace sm80 {
+inline constexpr int kMinStages = 2, kMaxStages = 3;  // of a warp
+template <format::Role kRole, int kHeadDim>
 KernelLimits limits(format::DType dtype, int n);
-
-// Checks nothing: params and config come from dispatch/. Throws std::runtime_error on a CUDA error.
-template <class Arch, format::Role kRole, int kHeadDim>
+template <format::Role kRole, int kHeadDim>
 void launch(Params const& params, Config const& config, cudaStream_t stream);
+}  // namespace sm80
+
+namespace sm90 {
+template <format::Role kRole, int kHeadDim>
+KernelLimits limits(format::DType dtype, int n);
+template <format::Role kRole, int kHeadDim>
+void launch(Params const& params, Config const& config, cudaStream_t stream);
+}  // namespace sm90
 
 }  // namespace cute_kernels::matmul

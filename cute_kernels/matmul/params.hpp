@@ -30,7 +30,7 @@ struct Work {
 
 // How shared memory is divided; chosen on the host (dispatch/), the same for every warp.
 struct Stages {
-  int count;        // per warp
+  int count;        // of a worker
   int block_bytes;  // room for one tile's block
   int stage_bytes;  // the block, the token order and, for values, the rows of p
 };
@@ -41,7 +41,7 @@ struct Params {
   void* out;                // sparse_qk: (batch, query heads, query tokens, tokens); sparse_av: (..., head_dim)
   format::DType out_dtype;
   float scale;              // sparse_qk only
-  bool vectorized;          // sparse_qk: out may be written in pairs; sparse_av: every row of p starts on 16 bytes
+  bool vectorized;          // sparse_qk: out may be written in fours; sparse_av: every row of p starts on 16 bytes
   void* partials;           // sparse_av only: room for max_partials, see combine.hpp
   Work work;
   Stages stages;

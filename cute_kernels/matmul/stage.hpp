@@ -1,4 +1,4 @@
-// What a stage in shared memory holds: the tile's block, its token order and, for values, its columns of p.
+// What a stage in shared memory holds: the tile's block, for values its columns of p, and the token order.
 #pragma once
 
 #include "cute_kernels/common/numeric.hpp"
@@ -6,32 +6,23 @@
 
 namespace cute_kernels::matmul {
 
-inline constexpr int kMinStages = 2, kMaxStages = 3;  // of a warp
 inline constexpr int kOrderBytes = format::kTileTokens;
 
 // One row of p: 64 tokens and 16 bytes, so that rows start in different banks.
+CUTE_HOST_DEVICE constexpr int dense_row_elements(format::DType dtype) {
+  return format::kTileTokens + 16 / dtype_bytes(dtype);
+}
 CUTE_HOST_DEVICE constexpr int dense_row_bytes(format::DType dtype) {
-  return format::kTileTokens * dtype_bytes(dtype) + 16;
+  return dense_row_elements(dtype) * dtype_bytes(dtype);
 }
 
 struct Stage {
   uint8_t* block;
-  int block_bytes;
+  uint8_t* dense_rows;   // on 128 bytes
+  uint8_t* token_order;  // the last bytes
 
-  CUTE_DEVICE uint8_t* token_order() const { return block + block_bytes; }
-  CUTE_DEVICE uint8_t* dense_rows() const { return token_order() + kOrderBytes; }
-};
-
-// A warp's stages, side by side.
-struct Ring {
-  uint8_t* data;
-  int stage_bytes, block_bytes;
-
-  CUTE_DEVICE Ring(Stages const& stages, uint8_t* shared, int warp)
-      : data(shared + warp * stages.count * stages.stage_bytes),
-        stage_bytes(stages.stage_bytes),
-        block_bytes(stages.block_bytes) {}
-  CUTE_DEVICE Stage operator[](int index) const { return {data + index * stage_bytes, block_bytes}; }
+  CUTE_DEVICE Stage(Stages const& stages, uint8_t* data)
+      : block(data), dense_rows(data + stages.block_bytes), token_order(data + stages.stage_bytes - kOrderBytes) {}
 };
 
 }  // namespace cute_kernels::matmul

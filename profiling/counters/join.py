@@ -13,10 +13,6 @@ from profiling.counters.verdict import verdict
 from profiling.rows import rounded
 
 LABEL = "case "  # names of the NVTX ranges: "case 0", "case 1", ...
-# Reports hold base units; these are here in case one does not.
-_TO_BASE = {"us": 1e3, "usecond": 1e3, "ms": 1e6, "msecond": 1e6, "s": 1e9, "second": 1e9,
-            "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9}
-
 
 def kernels_by_case(context: Any) -> dict[int, list[Any]]:
     """Case index -> its profiled kernels, in order."""
@@ -54,12 +50,13 @@ def counters_of(kernels: Iterable[Any], elements: int, multiprocessors: int | No
 
 
 def value(action: Any, metric_name: str) -> float | None:
-    """A metric's value in base units (ns, bytes, %), or None if the chip does not have it."""
+    """A metric's value, or None if the chip does not have it. Reports hold base units: ns, bytes, %. (The unit itself is not
+    asked for: ncu_report 2025.3 crashes.)"""
     metric = action.metric_by_name(metric_name)
     number = None if metric is None else metric.value()
     if not isinstance(number, (int, float)) or number != number:  # a missing metric may also be NaN
         return None
-    return number * _TO_BASE.get(metric.unit(), 1.0)
+    return float(number)
 
 
 def _actions(context: Any) -> Iterator[Any]:

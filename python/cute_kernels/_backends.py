@@ -28,8 +28,8 @@ def backends() -> dict[str, str]:
 def resolve(backend: str, device: torch.device) -> str:
     """The backend that serves a call on `device`, one of BACKENDS.
 
-    backend: "auto" takes "cpu" on the CPU, "sm80" on compute capability 8.x and "sm90" on 9.0, there "sm80" for as long
-        as the extension holds no sm90 kernels. Any other name is taken as it is.
+    backend: "auto" takes "cpu" on the CPU, "sm80" on compute capability 8.x and "sm90" on 9.0. Any other name is taken as
+        it is; "sm80" runs on 9.0 too.
 
     Raises TypeError if backend is no str; ValueError for an unknown name; RuntimeError, saying what is missing, if that
     backend cannot serve tensors on `device`. Nothing else is tried in its place.
@@ -88,8 +88,7 @@ def _automatic(device: torch.device) -> str:
         return "cpu"
     if _cuda_status(device):
         return "sm80"  # whose status says what is missing
-    is_sm90 = _capability(device) == (9, 0) and "sm90" in _C.cuda.BACKENDS
-    return "sm90" if is_sm90 else "sm80"
+    return "sm90" if _capability(device) == (9, 0) else "sm80"
 
 
 def _status(name: str, device: torch.device | None) -> str:
@@ -113,8 +112,7 @@ def _product_status(name: str, device: torch.device | None) -> str:
         if (major, minor) != (9, 0):
             return f"device has compute capability {major}.{minor}, needs 9.0"
         if "sm90" not in _C.cuda.BACKENDS:
-            has_arch = any(arch.startswith("9.0a") for arch in _C.build_info()["archs"])
-            return "sm90 kernels are not built yet" if has_arch else "extension built without sm_90a kernels"
+            return "extension built without sm_90a kernels (TORCH_CUDA_ARCH_LIST without 9.0a)"
     elif name not in _C.cuda.BACKENDS:
         return f"extension built without {name} kernels"
     elif not (major == 8 or (major, minor) == (9, 0)):

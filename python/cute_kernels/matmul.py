@@ -27,8 +27,8 @@ def sparse_qk(
     scale: finite; multiplies the product in float32.
     out_dtype: torch.float32, float16 or bfloat16.
     out: where to put the result, contiguous and apart from the inputs; default: a new tensor.
-    backend: "auto" takes "cpu" on the CPU and on a GPU the kernels of its compute capability, "sm80" (8.x, and 9.0 until there
-        are "sm90" kernels). "reference" is plain torch. A backend that cannot serve the call raises.
+    backend: "auto" takes "cpu" on the CPU and on a GPU the kernels of its compute capability, "sm80" (8.x) or
+        "sm90" (9.0, where "sm80" runs too). "reference" is plain torch. A backend that cannot serve the call raises.
 
     Returns (B, Hq, Sq, T) of out_dtype.
 
@@ -81,8 +81,8 @@ def sparse_av(p: Tensor, v: SparseKV, *, out: Tensor | None = None, backend: str
         they need not be positive nor add up to 1.
     v: SparseKV of role "value", (B, Hkv, T, D).
     out: where to put the result, contiguous and apart from the inputs; default: a new tensor.
-    backend: "auto" takes "cpu" on the CPU and on a GPU the kernels of its compute capability, "sm80" (8.x, and 9.0 until there
-        are "sm90" kernels). "reference" is plain torch. A backend that cannot serve the call raises.
+    backend: "auto" takes "cpu" on the CPU and on a GPU the kernels of its compute capability, "sm80" (8.x) or
+        "sm90" (9.0, where "sm80" runs too). "reference" is plain torch. A backend that cannot serve the call raises.
 
     Returns (B, Hq, Sq, D) of v's dtype, accumulated in float32; zeros if T is 0.
 
@@ -113,7 +113,7 @@ def sparse_av(p: Tensor, v: SparseKV, *, out: Tensor | None = None, backend: str
         )
         return out
     with torch.cuda.device(v.device):
-        workspace = torch.empty(_C.cuda.workspace_bytes(view, q_heads, q_tokens), dtype=torch.uint8, device=v.device)
+        workspace = torch.empty(_C.cuda.workspace_bytes(view, q_heads, q_tokens, backend), dtype=torch.uint8, device=v.device)
         _C.cuda.sparse_av(
             view,
             p.data_ptr(),

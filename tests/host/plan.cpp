@@ -57,19 +57,19 @@ int main() {
     for (DeviceLimits const& device : devices) {
       int head_dim = 64 << draw(0, 2), n = draw(0, 1) ? 8 : 16, longest = draw(0, head_dim),
           row_bytes = draw(0, 1) ? 272 : 0;
-      matmul::KernelLimits kernel{4 * draw(1, 4), 2, 3, n * 68 * 4, 64};
+      matmul::KernelLimits kernel{4 * draw(1, 4), draw(0, 1) ? 1 : 4, 2, draw(3, 8), n * 68 * 4, 64};
       auto plan =
           choose_plan(device, kernel, n, draw(1, 40), format::tile_rows(head_dim, longest), 64, row_bytes, tiles);
-      int stage_bytes = plan.stages.stage_bytes, warps = plan.config.warps;
-      check(warps >= 1 && warps <= kernel.max_warps, "warps", warps);
-      check(plan.stages.count >= 2 && plan.stages.count <= 3, "stages", plan.stages.count);
-      check(warps * plan.stages.count * stage_bytes + kernel.static_shared_bytes <= device.shared_bytes,
+      int stage_bytes = plan.stages.stage_bytes, workers = plan.config.workers;
+      check(workers >= 1 && workers <= kernel.max_workers, "workers", workers);
+      check(plan.stages.count >= 2 && plan.stages.count <= kernel.max_stages, "stages", plan.stages.count);
+      check(workers * plan.stages.count * stage_bytes + kernel.fixed_shared_bytes <= device.shared_bytes,
             "shared memory", stage_bytes);
       check(plan.stages.block_bytes >= format::tile_rows(head_dim, longest) * format::kRowBytes,
             "a stage holds the longest block");
       check(plan.stages.block_bytes % 128 == 0 && stage_bytes % 128 == 0, "stages are aligned");
       check(plan.config.ctas <= device.multiprocessors, "one CTA an SM", plan.config.ctas);
-      check_pieces(make_work(heads, row_blocks, tiles_per_head, plan.config.ctas * warps), tiles_per_head, row_blocks);
+      check_pieces(make_work(heads, row_blocks, tiles_per_head, plan.config.ctas * workers), tiles_per_head, row_blocks);
     }
   }
   return report();

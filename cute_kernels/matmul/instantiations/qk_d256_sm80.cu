@@ -1,8 +1,6 @@
-#include "cute_kernels/matmul/pipeline_sm80.hpp"
+#include "cute_kernels/matmul/sm80/launch_impl.hpp"
 
-#include "cute_kernels/matmul/launch_impl.hpp"
-
-namespace cute_kernels::matmul {
-template KernelLimits limits<Sm80, Role::kKey, 256>(format::DType, int);
-template void launch<Sm80, Role::kKey, 256>(Params const&, Config const&, cudaStream_t);
-}  // namespace cute_kernels::matmul
+namespace cute_kernels::matmul::sm80 {
+template KernelLimits limits<Role::kKey, 256>(format::DType, int);
+template void launch<Role::kKey, 256>(Params const&, Config const&, cudaStream_t);
+}  // namespace cute_kernels::matmul::sm80

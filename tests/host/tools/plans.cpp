@@ -5,8 +5,9 @@
 #include <cstdio>
 
 #include "cute_kernels/dispatch/heuristics.hpp"
+#include "cute_kernels/matmul/launch.hpp"
 #include "cute_kernels/matmul/stage.hpp"
-#include "cute_kernels/matmul/traits.hpp"
+#include "cute_kernels/matmul/warp/traits.hpp"
 
 using namespace cute_kernels;
 using format::Role;
@@ -22,15 +23,16 @@ void print_plan(Case const& c) {
   // As `limits` in the launchers, which only nvcc compiles: a tile's results take its block's place.
   constexpr int kKeyBytes = Traits::kN * (format::kTileTokens + 4) * 4, kValueBytes = Traits::kAccumulators * 32 * 4;
   matmul::KernelLimits kernel{};
-  kernel.max_warps = Traits::kMaxWarps;
-  kernel.min_stages = matmul::kMinStages;
-  kernel.max_stages = matmul::kMaxStages;
-  kernel.min_block_bytes = Traits::kIsKey ? kKeyBytes : kValueBytes / matmul::kMinStages;
-  kernel.static_shared_bytes = Traits::kIsKey ? 0 : 4 * Traits::kMaxWarps;
+  kernel.max_workers = Traits::kMaxWarps;
+  kernel.worker_warps = 1;
+  kernel.min_stages = matmul::sm80::kMinStages;
+  kernel.max_stages = matmul::sm80::kMaxStages;
+  kernel.min_block_bytes = Traits::kIsKey ? kKeyBytes : kValueBytes / matmul::sm80::kMinStages;
+  kernel.fixed_shared_bytes = Traits::kIsKey ? 0 : 4 * Traits::kMaxWarps;
   dispatch::DeviceLimits device{c.multiprocessors, c.shared_bytes, 9, 0, true};
   auto plan = dispatch::choose_plan(device, kernel, c.n, c.rows, c.longest, matmul::kOrderBytes, c.dense_row_bytes,
                                     c.tiles);
-  std::printf("%d %d %d\n", plan.config.warps, plan.stages.count, Traits::kRegisters);
+  std::printf("%d %d %d\n", plan.config.workers, plan.stages.count, Traits::kRegisters);
 }
 
 template <Role kRole, int kHeadDim>

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cute_kernels/matmul/decompress.hpp"
-#include "cute_kernels/matmul/traits.hpp"
+#include "cute_kernels/matmul/warp/traits.hpp"
 
 namespace cute_kernels::matmul {
 

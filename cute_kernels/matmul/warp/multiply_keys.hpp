@@ -1,15 +1,12 @@
-// sparse_qk: S^T = K Q^T tile by tile. What differs from one architecture to another is the pipeline that feeds it.
+// sparse_qk by warps: S^T = K Q^T, a tile of keys to a warp at a time.
 #pragma once
 
-#include "cute_kernels/matmul/mainloop.hpp"
+#include "cute_kernels/matmul/warp/store_rows.hpp"
+#include "cute_kernels/matmul/warp/mainloop.hpp"
 #include "cute_kernels/matmul/stage.hpp"
 #include "cute_kernels/matmul/tile_scheduler.hpp"
 
 namespace cute_kernels::matmul {
-
-// A row of logits in shared memory: 64 tokens and 4 more, so that the four query rows of a store fall in different
-// banks.
-inline constexpr int kLogitsStride = format::kTileTokens + 4;
 
 template <class Traits>
 CUTE_HOST_DEVICE constexpr int min_block_bytes_qk() {
@@ -67,7 +64,7 @@ CUTE_DEVICE void store_logits(Params const& params, Segment const& segment, int 
   CUTE_UNROLL
   for (int m = 0; m < size<1>(tCcC); ++m) {
     CUTE_UNROLL
-    for (int j = 0; j < 2; ++j) token_of[j][m] = stage.token_order()[get<0>(tCcC(make_coord(0, j), m, 0))];
+    for (int j = 0; j < 2; ++j) token_of[j][m] = stage.token_order[get<0>(tCcC(make_coord(0, j), m, 0))];
   }
   CUTE_UNROLL
   for (int n = 0; n < size<2>(tCcC); ++n) {
@@ -84,35 +81,13 @@ CUTE_DEVICE void store_logits(Params const& params, Segment const& segment, int 
   }
   __syncwarp();
 
-  int64_t tokens = params.sparse.tokens, token = int64_t{tile - segment.tiles.begin} * Traits::kTokens + 2 * lane;
-  if (token >= tokens) return;
-  int64_t out = (int64_t{segment.head} * params.work.rows + segment.first_row) * tokens + token;
-  visit_dtype(params.out_dtype, [&](auto type) {
-    using Out = decltype(type);
-    using Pair = std::conditional_t<sizeof(Out) == 4, uint64_t, uint32_t>;
-    auto* to = static_cast<Out*>(params.out) + out;
-    CUTE_NO_UNROLL
-    for (int row = 0; row < segment.rows; ++row, to += tokens) {
-      float2 pair = *reinterpret_cast<float2 const*>(logits + row * kLogitsStride + 2 * lane);
-      alignas(Pair) Out values[2] = {Out(pair.x * params.scale), Out(pair.y * params.scale)};
-      if (params.vectorized) {
-        *reinterpret_cast<Pair*>(to) = *reinterpret_cast<Pair const*>(values);
-      } else {
-        to[0] = values[0];
-        if (token + 1 < tokens) to[1] = values[1];
-      }
-    }
-  });
+  store_rows(params, segment, tile, logits);
 }
 
+// All tiles of a warp's piece, as `pipeline` brings them.
 template <class Traits, class Pipeline>
-__global__ void __launch_bounds__(32 * Traits::kMaxWarps, 1) sparse_qk_kernel(CUTE_GRID_CONSTANT Params const params) {
-  extern __shared__ __align__(128) uint8_t shared[];
+CUTE_DEVICE void multiply_keys(Params const& params, TileRange piece, Pipeline& pipeline) {
   using TiledMma = typename Traits::TiledMma;
-  int warp = threadIdx.x / 32;
-  TileRange piece = piece_tiles(params.work, blockIdx.x * (blockDim.x / 32) + warp);
-  Pipeline pipeline(params, Ring(params.stages, shared, warp), piece);
-
   auto thr_mma = TiledMma{}.get_slice(threadIdx.x % 32);
   Tensor cB = make_identity_tensor(Shape<Int<Traits::kN>, Int<Traits::kK>>{});
   Tensor tCrB = make_tensor<typename Traits::Element>(shape(thr_mma.partition_B(cB)));  // (MMA,MMA_N,MMA_K)
@@ -127,6 +102,7 @@ __global__ void __launch_bounds__(32 * Traits::kMaxWarps, 1) sparse_qk_kernel(CU
       multiply_tile<Traits>(cast_smem_ptr_to_uint(stage.block), tCrB, tCrC);
       __syncwarp();  // the block has been read: its room now takes the logits
       store_logits<Traits>(params, segment, tile, stage, tCrC);
+      pipeline.release();
     }
   }
 }

@@ -9,12 +9,13 @@
 #include "cute_kernels/common/numeric.hpp"
 #include "cute_kernels/matmul/stage.hpp"
 #include "cute_kernels/matmul/tile_scheduler.hpp"
-#include "cute_kernels/matmul/traits.hpp"
+#include "cute_kernels/matmul/warp/traits.hpp"
 
 namespace cute_kernels::matmul {
 
 inline constexpr int kExponentBias = 127;
 inline constexpr int kTargetExponent = 14;  // of the largest scaled |p|
+inline constexpr int kLowest = -126 + kTargetExponent + 1;  // so that every scale is a normal number
 
 CUTE_DEVICE float power_of_two(int exponent) {  // exponent in [-126, 127]
   return __int_as_float((exponent + kExponentBias) << 23);
@@ -24,7 +25,6 @@ CUTE_DEVICE float power_of_two(int exponent) {  // exponent in [-126, 127]
 template <class Traits>
 struct RowScales {
   static constexpr int kBlocks = Traits::kN / 8;
-  static constexpr int kLowest = -126 + kTargetExponent + 1;
   int exponent[kBlocks][2];
 
   CUTE_DEVICE RowScales() {
@@ -129,11 +129,11 @@ class ProbabilityLoader {
         make_identity_tensor(Shape<Int<Traits::kN>, Int<Traits::kK>>{});  // (BLK_N,BLK_K) -> (row, token_position)
     Tensor tCcB = thr_mma.partition_B(cB);                                       // ((2,2),MMA_N,MMA_K)
     CUTE_STATIC_ASSERT_V(shape(tCcB) == shape(tCrB));
-    LaneTokens<Traits> token(stage.token_order(), tCcB);
+    LaneTokens<Traits> token(stage.token_order, tCcB);
     CUTE_UNROLL
     for (int n = 0; n < size<1>(tCrB); ++n) {
       int row = min(get<0>(tCcB(0, n, 0)), segment.rows - 1);  // rows beyond the last are computed and never stored
-      auto const* p = reinterpret_cast<P const*>(stage.dense_rows() + row * kRowBytes);
+      auto const* p = reinterpret_cast<P const*>(stage.dense_rows + row * kRowBytes);
       float scale = 1;
       if constexpr (kScales) {
         float largest = 0;

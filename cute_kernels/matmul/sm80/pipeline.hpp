@@ -7,19 +7,20 @@
 #include <cute/arch/copy_sm80.hpp>
 
 #include "cute_kernels/common/ptx.hpp"
+#include "cute_kernels/matmul/combine.hpp"
 #include "cute_kernels/matmul/dense_tile.hpp"
 #include "cute_kernels/matmul/launch.hpp"
-#include "cute_kernels/matmul/traits.hpp"
+#include "cute_kernels/matmul/warp/traits.hpp"
 
-namespace cute_kernels::matmul {
+namespace cute_kernels::matmul::sm80 {
 
 template <class Traits>
-class WarpPipelineSm80 {
+class WarpPipeline {
  public:
   // Starts the fetch of the first tiles of this warp's piece.
-  CUTE_DEVICE WarpPipelineSm80(Params const& params, Ring const& ring, TileRange piece)
+  CUTE_DEVICE WarpPipeline(Params const& params, uint8_t* shared, int warp, TileRange piece)
       : params_(params),
-        ring_(ring),
+        ring_(shared + warp * params.stages.count * params.stages.stage_bytes),
         lane_(threadIdx.x % 32),
         policy_(ptx::evict_first_policy()),
         piece_(piece),
@@ -35,17 +36,26 @@ class WarpPipelineSm80 {
     if (params_.stages.count == 2) cp_async_wait<0>();
     else cp_async_wait<1>();
     __syncwarp();  // every lane's copies have arrived, and every lane has read the stage before
-    Stage stage = ring_[read_stage_];
+    Stage stage = stage_at(read_stage_);
     read_stage_ = read_stage_ + 1 == params_.stages.count ? 0 : read_stage_ + 1;
     fetch();
     return stage;
+  }
+
+  // The stage has been read; the next fetch but one fills it.
+  CUTE_DEVICE void release() {}
+
+  // Room for this warp's share of its last segment, when all its tiles have been read.
+  CUTE_DEVICE float4* finish() {
+    __syncwarp();
+    return reinterpret_cast<float4*>(ring_);
   }
 
  private:
   static constexpr int kCopyBytes = 16;
 
   Params const& params_;
-  Ring ring_;
+  uint8_t* ring_;
   int lane_;
   uint64_t policy_;
   TileRange piece_;
@@ -54,13 +64,17 @@ class WarpPipelineSm80 {
   int fetch_stage_ = 0, read_stage_ = 0;
   int rows_begin_ = 0, rows_end_ = 0;  // lane i: of the i-th of 32 tiles, so that no fetch waits for its offsets
 
+  CUTE_DEVICE Stage stage_at(int index) const {
+    return {params_.stages, ring_ + index * params_.stages.stage_bytes};
+  }
+
   // Fills the next stage with the warp's next tile. Always commits a group, so that groups count tiles.
   CUTE_DEVICE void fetch() {
     if (next_ < piece_.end) {
-      Stage stage = ring_[fetch_stage_];
+      Stage stage = stage_at(fetch_stage_);
       fetch_block(stage.block);
-      fetch_token_order(stage.token_order());
-      if constexpr (!Traits::kIsKey) fetch_dense(stage.dense_rows());
+      fetch_token_order(stage.token_order);
+      if constexpr (!Traits::kIsKey) fetch_dense(stage.dense_rows);
       if ((++next_ - piece_.begin) % 32 == 0) load_row_offsets();
     }
     cp_async_fence();
@@ -117,9 +131,4 @@ class WarpPipelineSm80 {
   }
 };
 
-template <class Traits>
-struct PipelineOf<Sm80, Traits> {
-  using Type = WarpPipelineSm80<Traits>;
-};
-
-}  // namespace cute_kernels::matmul
+}  // namespace cute_kernels::matmul::sm80

@@ -1,0 +1,76 @@
+// Definitions behind launch.hpp for CC 9.0, included by the instantiations only.
+#pragma once
+
+#include "cute_kernels/matmul/launch_combine.hpp"
+#include "cute_kernels/matmul/sm90/tensor_map.hpp"
+#include "cute_kernels/matmul/sm90/warp_kernels.hpp"
+#include "cute_kernels/matmul/warpgroup/multiply_values.hpp"
+
+namespace cute_kernels::matmul::sm90 {
+
+// Calls f with the traits of a (dtype, N): a warp multiplies up to 16 rows with mma.sync, a warpgroup more with WGMMA.
+// Keys take 16 rows a pass at most: writing 64 rows of logits from a warpgroup was slower than four passes.
+template <Role kRole, int kHeadDim, class F>
+auto visit_traits(format::DType dtype, int n, F&& f) {
+  auto visit_n = [&](auto element) {
+    using Element = decltype(element);
+    if (n == 8) return f(Traits<kRole, Element, kHeadDim, 8>{});
+    if constexpr (kRole == Role::kValue) {
+      if (n == 32) return f(warpgroup::Traits<Element, kHeadDim, 32>{});
+      if (n == 64) return f(warpgroup::Traits<Element, kHeadDim, 64>{});
+    }
+    return f(Traits<kRole, Element, kHeadDim, 16>{});
+  };
+  return dtype == format::DType::kFloat16 ? visit_n(half_t{}) : visit_n(bfloat16_t{});
+}
+
+template <class Traits>
+inline constexpr bool kByWarps = Traits::kN <= 16;
+
+template <Role kRole, int kHeadDim>
+KernelLimits limits(format::DType dtype, int n) {
+  return visit_traits<kRole, kHeadDim>(dtype, n, [](auto traits) -> KernelLimits {
+    using T = decltype(traits);
+    if constexpr (kByWarps<T>) {
+      constexpr int kMaxWarps = kMaxWarpgroups<T> * kWarpgroupWarps;
+      // A stage takes a tile's logits; the stages take the workers' shares in the end.
+      constexpr int kResultBytes = T::kIsKey ? min_block_bytes_qk<T>() : share_bytes<T>() / kMinStages;
+      return {kMaxWarps, 1, kMinStages, kMaxStagesOfWarp, kResultBytes, kWarpFixedBytes};
+    } else {
+      return {T::kMaxWarpgroups, kWarpgroupWarps, kMinStages, kMaxStagesOfWarpgroup, 0, warpgroup::kFixedBytes<T>};
+    }
+  });
+}
+
+template <class Kernel>
+void launch_product(Kernel kernel, Params const& params, Config const& config, int worker_threads, int fixed_bytes,
+                    cudaStream_t stream) {
+  int shared_bytes = fixed_bytes + config.workers * params.stages.count * params.stages.stage_bytes;
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
+             "cudaFuncSetAttribute");
+  int warpgroups = (config.workers * worker_threads + kWarpgroupThreads - 1) / kWarpgroupThreads;
+  kernel<<<config.ctas, (warpgroups + 1) * kWarpgroupThreads, shared_bytes, stream>>>(with_tensor_map(params, config));
+  check_cuda(cudaGetLastError(), "launch of a product kernel");
+}
+
+template <Role kRole, int kHeadDim>
+void launch(Params const& params, Config const& config, cudaStream_t stream) {
+  visit_traits<kRole, kHeadDim>(params.sparse.dtype, config.n, [&](auto traits) {
+    using T = decltype(traits);
+    bool converts = params.dense.dtype != params.sparse.dtype;
+    if constexpr (kRole == Role::kKey) {
+      launch_product(sparse_qk_warps<T>, params, config, 32, kWarpFixedBytes, stream);
+    } else if constexpr (kByWarps<T>) {
+      launch_product(converts ? sparse_av_warps<T, true> : sparse_av_warps<T, false>, params, config, 32,
+                     kWarpFixedBytes, stream);
+      launch_combine<T>(params, config, config.workers, stream);
+    } else {
+      using warpgroup::sparse_av_warpgroups;
+      launch_product(converts ? sparse_av_warpgroups<T, true> : sparse_av_warpgroups<T, false>, params, config,
+                     kWarpgroupThreads, warpgroup::kFixedBytes<T>, stream);
+      launch_combine<T>(params, config, 1, stream);
+    }
+  });
+}
+
+}  // namespace cute_kernels::matmul::sm90

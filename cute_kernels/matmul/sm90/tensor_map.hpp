@@ -1,0 +1,72 @@
+// Makes the tensor map of p. Host code.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include <stdexcept>
+
+#include "cute_kernels/common/error.hpp"
+#include "cute_kernels/matmul/launch.hpp"
+#include "cute_kernels/matmul/sm90/params.hpp"
+#include "cute_kernels/matmul/stage.hpp"
+
+namespace cute_kernels::matmul::sm90 {
+
+// The driver's function, found at run time: the library links to no driver.
+inline auto tensor_map_encoder() {
+  static auto const encode = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult found;
+    check_cuda(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found),
+               "cuTensorMapEncodeTiled");
+    if (found != cudaDriverEntryPointSuccess) throw std::runtime_error("the driver has no cuTensorMapEncodeTiled");
+    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
+  }();
+  return encode;
+}
+
+// Do rows of p follow one another at one stride, on 16 bytes, as a tensor map wants them?
+inline bool fits_tensor_map(Params const& params) {
+  DenseOperand const& p = params.dense;
+  Work const& work = params.work;
+  int units = 16 / dtype_bytes(p.dtype);
+  bool one_token = work.query_tokens.divisor == 1, one_batch = params.sparse.batch == 1;
+  int64_t row_stride = one_token ? p.stride_head : p.stride_token;
+  return reinterpret_cast<uintptr_t>(p.data) % 16 == 0 && row_stride > 0 && row_stride % units == 0 &&
+         (one_token || p.stride_head == work.query_tokens.divisor * p.stride_token) &&
+         (one_batch || (p.stride_batch > 0 && p.stride_batch % units == 0));
+}
+
+inline TmaParams with_tensor_map(Params const& from, Config const& config) {
+  TmaParams params{};
+  static_cast<Params&>(params) = from;
+  params.workers = config.workers;
+  if (from.sparse.role == format::Role::kKey) return params;
+  params.vectorized = fits_tensor_map(from);
+  params.box_rows = from.work.rows < config.n ? from.work.rows : config.n;
+  if (!params.vectorized) return params;
+  DenseOperand const& p = from.dense;
+  int bytes = dtype_bytes(p.dtype);
+  int64_t row_stride = (from.work.query_tokens.divisor == 1 ? p.stride_head : p.stride_token) * bytes;
+  CUtensorMapDataType type = p.dtype == format::DType::kFloat32    ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
+                             : p.dtype == format::DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                                                  : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  auto rows = static_cast<cuuint64_t>(from.sparse.kv_heads) * from.work.rows;
+  cuuint64_t sizes[3] = {static_cast<cuuint64_t>(from.sparse.tokens), rows,
+                         static_cast<cuuint64_t>(from.sparse.batch)};
+  cuuint64_t strides[2] = {static_cast<cuuint64_t>(row_stride), from.sparse.batch == 1
+                                                                    ? static_cast<cuuint64_t>(row_stride)
+                                                                    : static_cast<cuuint64_t>(p.stride_batch * bytes)};
+  cuuint32_t box[3] = {static_cast<cuuint32_t>(dense_row_elements(p.dtype)),
+                       static_cast<cuuint32_t>(params.box_rows), 1};
+  cuuint32_t steps[3] = {1, 1, 1};
+  CUresult result = tensor_map_encoder()(&params.dense_map, type, 3, const_cast<void*>(p.data), sizes, strides, box,
+                                         steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE,
+                                         CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS)
+    throw std::runtime_error("cuTensorMapEncodeTiled failed with " + std::to_string(static_cast<int>(result)));
+  return params;
+}
+
+}  // namespace cute_kernels::matmul::sm90

@@ -1,0 +1,102 @@
+// The kernels of CC 9.0 in which warps multiply whole tiles (mma.sync), for few query rows: a producer warp beside
+// workers that each read their own piece's tiles from the common ring.
+#pragma once
+
+#include "cute_kernels/matmul/dense_tile.hpp"
+#include "cute_kernels/matmul/sm90/roles.hpp"
+#include "cute_kernels/matmul/warp/multiply_keys.hpp"
+#include "cute_kernels/matmul/warp/multiply_values.hpp"
+
+namespace cute_kernels::matmul::sm90 {
+
+// By the registers that the compiler needs, which is less than Traits::kRegisters where it must.
+template <class Traits>
+inline constexpr int kMaxWarpgroups = Traits::kRegisters <= 124 ? 4 : Traits::kRegisters <= 168 ? 3 : 2;
+
+inline constexpr int kWorkersBarrier = 0;
+
+template <class Traits>
+class WarpPipeline {
+ public:
+  CUTE_DEVICE WarpPipeline(StageRing const& ring, int worker, TileRange piece)
+      : ring_(ring), reader_(ring, worker), worker_(worker), dense_(ring.params), tile_(piece.begin) {}
+
+  CUTE_DEVICE Stage next() {
+    Stage stage = reader_.wait();
+    if constexpr (!Traits::kIsKey) {
+      if (!ring_.params.vectorized) {
+        dense_.seek(tile_++);
+        dense_.copy_rows(stage.dense_rows);
+        __syncwarp();
+      }
+    }
+    return stage;
+  }
+
+  CUTE_DEVICE void release() {
+    // Keys: the stage took this warp's logits; the copy that fills it next must not overtake them.
+    if constexpr (Traits::kIsKey) cutlass::arch::fence_view_async_shared();
+    reader_.release();
+  }
+
+  // Room for this warp's share of its last segment, when the workers have read all tiles.
+  CUTE_DEVICE float4* finish() {
+    sync_workers();
+    return reinterpret_cast<float4*>(ring_.data + worker_ * share_bytes<Traits>());
+  }
+
+  CUTE_DEVICE void sync_workers() { cutlass::arch::NamedBarrier::sync(32 * ring_.params.workers, kWorkersBarrier); }
+
+ private:
+  StageRing const& ring_;
+  RingReader reader_;
+  int worker_;
+  DenseTile<Traits::kN> dense_;
+  int tile_;
+};
+
+struct WarpStorage {
+  RingBarriers barriers;
+  int last_segment[16];
+};
+inline constexpr int kWarpFixedBytes = (sizeof(WarpStorage) + 127) / 128 * 128;
+
+// Sets the CTA up; calls consume(pipeline, piece, warp, storage, ring) in the workers' warps.
+template <class Traits, class Consume>
+CUTE_DEVICE void run_warps(TmaParams const& params, uint8_t* shared, Consume&& consume) {
+  auto& storage = *reinterpret_cast<WarpStorage*>(shared);
+  StageRing ring{params, storage.barriers, shared + kWarpFixedBytes};
+  split_roles<kMaxWarpgroups<Traits>>(
+      ring, 1, [&](int producer) { load_tiles<Traits::kIsKey, Traits::kN>(ring, producer); },
+      [&](int warp) {
+        if (warp >= params.workers) return;  // workers need not fill their last warpgroup
+        TileRange piece = ring.piece(warp);
+        WarpPipeline<Traits> pipeline(ring, warp, piece);
+        consume(pipeline, piece, warp, storage, ring);
+      });
+}
+
+template <class Traits>
+__global__ void __launch_bounds__(kMaxThreads<kMaxWarpgroups<Traits>>, 1)
+    sparse_qk_warps(CUTE_GRID_CONSTANT TmaParams const params) {
+  extern __shared__ __align__(128) uint8_t shared[];
+  run_warps<Traits>(params, shared, [&](auto& pipeline, TileRange piece, auto&&...) {
+    multiply_keys<Traits>(params, piece, pipeline);
+  });
+}
+
+// kConverts: p is not in the type of V.
+template <class Traits, bool kConverts>
+__global__ void __launch_bounds__(kMaxThreads<kMaxWarpgroups<Traits>>, 1)
+    sparse_av_warps(CUTE_GRID_CONSTANT TmaParams const params) {
+  extern __shared__ __align__(128) uint8_t shared[];
+  ptx::launch_dependents();
+  run_warps<Traits>(params, shared,
+                    [&](auto& pipeline, TileRange piece, int warp, WarpStorage& storage, StageRing const& ring) {
+    storage.last_segment[warp] = multiply_values<Traits, kConverts>(params, piece, pipeline);
+    pipeline.sync_workers();
+    add_up_shares<Traits>(params, ring.data, share_bytes<Traits>(), storage.last_segment, ring.params.workers, threadIdx.x);
+  });
+}
+
+}  // namespace cute_kernels::matmul::sm90

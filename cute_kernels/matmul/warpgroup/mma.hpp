@@ -1,0 +1,61 @@
+// The multiply side of CC 9.0: a warpgroup decompresses a tile into the A registers of WGMMA, a quarter from each warp.
+#pragma once
+
+#include "cute_kernels/matmul/decompress.hpp"
+#include "cute_kernels/matmul/warpgroup/worker.hpp"
+
+namespace cute_kernels::matmul::warpgroup {
+
+// Decompresses this warp's quarter of a tile step by step and multiplies every step while nothing else is under way.
+template <class Traits>
+class QuarterTile {
+ public:
+  using Element = typename Traits::Element;
+  using TiledMma = typename Traits::TiledMma;
+  static constexpr int kAtoms = Traits::kStepWords * Traits::kWordAtoms;
+
+  CUTE_DEVICE QuarterTile(uint8_t const* block, int warp)
+      : column_(cast_smem_ptr_to_uint(block) + 4 * (threadIdx.x % 32)),
+        warp_(warp),
+        at_(first_values_of_quarter<Traits::kHeadDim>(column_, warp_)) {}
+
+  // Elements of the step's words, (MMA,1,ATOMS).
+  CUTE_DEVICE auto decompress(int step) {
+    Tensor tCrA = make_tensor<Element>(Shape<Shape<_2, _2, _2>, _1, Int<kAtoms>>{});
+    Tensor registers = coalesce(recast<uint32_t>(tCrA));
+    CUTE_STATIC_ASSERT_V(size(registers) == Int<4 * kAtoms>{});
+    if constexpr (Traits::kStepWords == 2) decompress64(word(2 * step), word(2 * step + 1), at_, registers);
+    else decompress32(word(step), at_, registers);
+    return tCrA;
+  }
+
+ private:
+  uint32_t column_;
+  int warp_;
+  StreamCursor at_;
+
+  CUTE_DEVICE uint32_t word(int index) const {
+    return ptx::load_shared_u32(column_ + (warp_ * Traits::kWords + index) * format::kRowBytes);
+  }
+};
+
+// tCrC += the step's atoms times B. Does not wait.
+template <class Traits, class FragmentA, class FragmentB, class FragmentC>
+CUTE_DEVICE void multiply_step(int step, FragmentA const& tCrA /* (MMA,1,ATOMS) */,
+                               FragmentB const& tCrB /* (MMA,MMA_N,MMA_K) */,
+                               FragmentC& tCrC /* (MMA,MMA_M,MMA_N) */) {
+  CUTE_STATIC_ASSERT_V(size<1>(tCrB) == _1{});
+  CUTE_STATIC_ASSERT_V(size<2>(tCrB) == Int<Traits::kK / 16>{});
+  CUTE_STATIC_ASSERT_V(size<1>(tCrC) == Int<Traits::kBlocksM>{});
+  typename Traits::TiledMma mma;
+  warpgroup_fence_operand(tCrC);
+  warpgroup_arrive();
+  CUTE_UNROLL
+  for (int i = 0; i < size<2>(tCrA); ++i) {
+    int m = step * Traits::kStepWords + i / Traits::kWordAtoms, k = i % Traits::kWordAtoms;
+    cute::gemm(mma, tCrA(_, 0, i), tCrB(_, 0, k), tCrC(_, m, 0));
+  }
+  warpgroup_commit_batch();
+}
+
+}  // namespace cute_kernels::matmul::warpgroup
