@@ -49,13 +49,7 @@ def test_every_architecture_has_every_product(kernels):
     archs = {"sm_" + arch.removesuffix("+PTX").replace(".", "") for arch in _C.build_info()["archs"]}
     assert {kernel.arch for kernel in kernels} == archs
     for arch in archs:
-        products = [k.name for k in kernels if k.arch == arch and rules.is_product(k) and not rules.is_sm90(k)]
-        for name, role in (("sparse_qk", "key"), ("sparse_av", "value")):
-            for element in ("f16", "bf16"):
-                for head_dim in (64, 128, 256):
-                    for n in (8, 16):
-                        wanted = rf"{name}.*<.*Traits<{role},{element},{head_dim},{n}\b"
-                        assert any(re.search(wanted, product) for product in products), f"{arch} has no {wanted}"
+        assert missing_products(kernels, arch, "kernel", (8, 16)) == []
 
 
 def test_sm90_products(kernels):
@@ -63,7 +57,17 @@ def test_sm90_products(kernels):
     if not products:
         pytest.skip("this library has no products for 9.0")
     assert {kernel.arch for kernel in products} == {"sm_90a"}
-    assert rules.violations(products) == []
+    assert missing_products(kernels, "sm_90a", "warps", (8, 16)) == []
+    assert missing_products(kernels, "sm_90a", "warpgroups", (32, 64), ("sparse_av",)) == []
+
+
+def missing_products(kernels: list[dump.Kernel], arch: str, kind: str, rows: tuple[int, ...],
+                     names: tuple[str, ...] = ("sparse_qk", "sparse_av")) -> list[str]:
+    """Patterns of instantiations that an architecture should have of a kind and has not."""
+    there = [k.name for k in kernels if k.arch == arch and rules.is_product(k) and rules.kind(k) == kind]
+    wanted = [rf"{name}_{kind}<Traits<(key,|value,)?{element},{head_dim},{n}\b" for name in names
+              for element in ("f16", "bf16") for head_dim in (64, 128, 256) for n in rows]
+    return [pattern for pattern in wanted if not any(re.search(pattern, name) for name in there)]
 
 
 def test_manifest(kernels, library, cuobjdump):
@@ -95,6 +99,8 @@ SERIALIZED = """
         /*0260*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
 """
 BULK = "        /*0010*/              @!P0 UBLKCP.S.G [UR4], [UR6], UR8 ;\n"
+TENSOR = "        /*0010*/              @!P0 UTMALDG.3D [UR8], [UR4] ;\n"
+MMA = "        /*0010*/                   HMMA.16816.F32 R4, R8, R2, R4 ;\n"
 COPY = "        /*0000*/              @!P0 LDGSTS.E.BYPASS.LTC128B.128 [R5], [R2.64] ;\n"
 
 
@@ -103,7 +109,7 @@ def code_of(body: str) -> dump.Code:
     return code
 
 
-def kernel(name: str, body: str, source: str = "matmul/qk_sm90.cu", **resources: int) -> dump.Kernel:
+def kernel(name: str, body: str, source: str = "matmul/av_sm90.cu", **resources: int) -> dump.Kernel:
     numbers = {"registers": 100, "stack": 0, "local": 0, "shared": 0, **resources}
     return dump.Kernel(name=name, arch="sm_90a", source=source, code=code_of(body), **numbers)
 
@@ -134,31 +140,47 @@ def test_predicates_and_padding():
 
 
 @pytest.mark.parametrize("body, complaint", [
-    (PIPELINED, "nothing is copied in bulk"),
-    (BULK + SERIALIZED, "ptxas serialized"),
-    (BULK, "no HGMMA of 64 x N x 16"),
-    (BULK + PIPELINED.replace("R24, R56", "RZ, R56"), "1 of 3 HGMMA"),
-    (BULK + PIPELINED.replace("64x8x16", "64x8x8"), "no HGMMA of 64 x N x 16"),
-    (BULK + PIPELINED + "        /*0400*/                   STL [R1], R4 ;\n", "1 STL"),
+    (TENSOR + PIPELINED, "no UBLKCP"),
+    (BULK + PIPELINED, "no UTMALDG"),
+    (BULK + TENSOR + SERIALIZED, "ptxas serialized"),
+    (BULK + TENSOR, "no HGMMA of 64 x N x 16"),
+    (BULK + TENSOR + MMA, "no HGMMA of 64 x N x 16"),
+    (BULK + TENSOR + PIPELINED.replace("R24, R56", "RZ, R56"), "1 of 3 HGMMA"),
+    (BULK + TENSOR + PIPELINED.replace("64x8x16", "64x8x8"), "no HGMMA of 64 x N x 16"),
+    (BULK + TENSOR + PIPELINED + "        /*0400*/                   STL [R1], R4 ;\n", "1 STL"),
 ])
-def test_broken_sm90_products_are_reported(body, complaint):
-    (line,) = rules.violations([kernel("sparse_qk_kernel<Sm90>", body)])
-    assert complaint in line and line.startswith("sm_90a sparse_qk_kernel<Sm90> (matmul/qk_sm90.cu): ")
+def test_broken_products_of_warpgroups_are_reported(body, complaint):
+    (line,) = rules.violations([kernel("sparse_av_warpgroups<Traits>", body)])
+    assert complaint in line and line.startswith("sm_90a sparse_av_warpgroups<Traits> (matmul/av_sm90.cu): ")
+
+
+@pytest.mark.parametrize("body, complaint", [
+    (TENSOR + MMA, "no UBLKCP"),
+    (BULK + MMA, "no UTMALDG"),
+    (BULK + TENSOR, "no HMMA.16816.F32"),
+    (BULK + TENSOR + MMA + PIPELINED, "3 HGMMA where warps multiply"),
+])
+def test_broken_products_of_warps_are_reported(body, complaint):
+    (line,) = rules.violations([kernel("sm90::sparse_av_warps<Traits,true>", body)])
+    assert complaint in line
 
 
 def test_rules_that_hold():
     assert rules.violations([
-        kernel("sparse_qk_kernel<Sm90>", BULK + PIPELINED),
-        kernel("sparse_qk_kernel<>", COPY + "        /*0010*/  HMMA.16816.F32 R4, R8, R2, R4 ;\n", "matmul/qk_sm80.cu"),
-        kernel("combine_partials<sm90::Traits>", "        /*0000*/  EXIT ;\n"),
+        kernel("sparse_av_warpgroups<Traits,false>", BULK + TENSOR + PIPELINED),
+        kernel("sm90::sparse_av_warps<Traits,false>", BULK + TENSOR + MMA),
+        kernel("sm90::sparse_qk_warps<Traits>", BULK + MMA),
+        kernel("sm80::sparse_qk_kernel<Traits>", COPY + MMA),
+        kernel("combine_partials<Traits>", "        /*0000*/  EXIT ;\n"),
     ]) == []
-    assert len(rules.violations([kernel("sm80::sparse_qk_kernel<>", PIPELINED, "matmul/qk.cu")])) == 2
+    assert len(rules.violations([kernel("sm80::sparse_qk_kernel<>", PIPELINED)])) == 3
 
 
 @pytest.mark.parametrize("broken", [
     kernel("pack_kernel", "        /*0000*/  EXIT ;\n", stack=16),
     kernel("pack_kernel", ""),
-    kernel("sparse_av_kernel", COPY, "matmul/av_sm80.cu"),
+    kernel("sm80::sparse_av_kernel<Traits>", COPY),
+    kernel("sparse_av_clusters<Traits>", COPY + MMA),
 ])
 def test_rules_that_do_not(broken):
     assert len(rules.violations([broken])) == 1
@@ -189,9 +211,9 @@ def test_a_library_without_kernels(cuobjdump, capsys):
 
 
 def test_short_names():
-    product = ("_ZN12cute_kernels6matmul16sparse_av_kernelINS0_6TraitsILNS_6format4RoleE1EN7cutlass10bfloat16_tELi128E"
-               "Li16EEENS0_16WarpPipelineSm80IS7_EELb1EEEvNS0_6ParamsE")
-    assert names.short_name(product) == "sparse_av_kernel<Traits<value,bf16,128,16>,WarpPipelineSm80,true>"
+    product = ("_ZN12cute_kernels6matmul4sm8016sparse_av_kernelINS0_6TraitsILNS_6format4RoleE1EN7cutlass10bfloat16_tE"
+               "Li128ELi16EEELb1EEEvNS0_6ParamsE")
+    assert names.short_name(product) == "sm80::sparse_av_kernel<Traits<value,bf16,128,16>,true>"
     balance = ("_ZN12cute_kernels8compress43_GLOBAL__N__44791ad9_10_balance_cu_8cf4908414balance_kernelILi8EEEvNS0_14"
                "BalanceOperandES3_llliPh")
     assert names.short_name(balance) == "balance_kernel<8>"

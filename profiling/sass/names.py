@@ -37,7 +37,7 @@ def demangle(symbol: str) -> str:
 
 
 def short_name(symbol: str) -> str:
-    """sparse_qk_kernel<Traits<key,f16,128,8>,WarpPipelineSm80>.
+    """sm80::sparse_qk_kernel<Traits<key,f16,128,8>>.
 
     Without parameters, repeated arguments, and namespaces other than those of an architecture (sm90).
     """

@@ -1,20 +1,23 @@
 """What must hold for every kernel, whatever compiled it.
 
 * No spills and no local memory, in any kernel.
-* The products of *_sm80.cu copy with cp.async (LDGSTS) and multiply with mma.sync (HMMA.16816).
-* The products for 9.0, which have sm90 in their kernel's or file's name, copy in bulk (UBLKCP, UTMALDG) and multiply
-  with WGMMAs of 64 x N x 16 whose A operand is in registers and which ptxas did not serialize (its notes C75xx).
+* A product is of one of the kinds in `KINDS`, by its name. sparse_*_kernel copies with cp.async (LDGSTS) and multiplies
+  with mma.sync (HMMA.16816). sparse_*_warps copies in bulk (UBLKCP) and multiplies with mma.sync. sparse_*_warpgroups
+  copies in bulk and multiplies with WGMMAs of 64 x N x 16 whose A operand is in registers and which ptxas did not
+  serialize (its notes C75xx).
+* What copies in bulk takes p of sparse_av by tensor copies (UTMALDG).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from pathlib import PurePath
 
 from profiling.sass.dump import Kernel
 
-PRODUCT = re.compile(r"(\w+::)?sparse_\w+")  # kernels that multiply; those that combine, select or pack are others
+# Kernels that multiply; those that combine, select or pack are others.
+PRODUCT = re.compile(r"(?:\w+::)*(sparse_\w+?)_([a-z]+)(?:<|$)")
+KINDS = ("kernel", "warps", "warpgroups")
 HGMMA_SHAPE = re.compile(r"HGMMA\.64x\d+x16\..*\.RS")
 
 
@@ -22,8 +25,14 @@ def is_product(kernel: Kernel) -> bool:
     return PRODUCT.match(kernel.name) is not None
 
 
+def kind(kernel: Kernel) -> str:
+    """A product's; most often one of KINDS."""
+    return PRODUCT.match(kernel.name)[2]
+
+
 def is_sm90(kernel: Kernel) -> bool:
-    return "sm90" in f"{kernel.name} {PurePath(kernel.source).stem}".lower()
+    """Whether a product needs compute capability 9.0."""
+    return kind(kernel) in ("warps", "warpgroups")
 
 
 def violations(kernels: Iterable[Kernel]) -> list[str]:
@@ -39,23 +48,40 @@ def _broken(kernel: Kernel) -> list[str]:
         lines.append(f"spills or local memory: {counts['STL']} STL, {counts['LDL']} LDL, {kernel.stack} bytes of "
                      f"stack, {kernel.local} local")
     if is_product(kernel):
-        lines += _broken_sm90(kernel) if is_sm90(kernel) else _broken_sm80(kernel)
+        lines += _broken_product(kernel)
     return lines
 
 
-def _broken_sm80(kernel: Kernel) -> list[str]:
-    counts, lines = kernel.code.counts, []
-    if not counts["LDGSTS"]:
+def _broken_product(kernel: Kernel) -> list[str]:
+    what = kind(kernel)
+    if what not in KINDS:
+        return [f"no rule is known for products called {what}"]
+    lines = _broken_bulk(kernel) if is_sm90(kernel) else []
+    if what == "kernel" and not kernel.code.counts["LDGSTS"]:
         lines.append("no LDGSTS: cp.async is not what fills its stages")
+    return lines + (_broken_wgmma(kernel) if what == "warpgroups" else _broken_mma(kernel))
+
+
+def _broken_bulk(kernel: Kernel) -> list[str]:
+    counts, lines = kernel.code.counts, []
+    if not counts["UBLKCP"]:
+        lines.append("no UBLKCP: nothing is copied in bulk")
+    if PRODUCT.match(kernel.name)[1] == "sparse_av" and not counts["UTMALDG"]:
+        lines.append("no UTMALDG: p is not taken by tensor copies")
+    return lines
+
+
+def _broken_mma(kernel: Kernel) -> list[str]:
+    counts, lines = kernel.code.counts, []
     if not any(name.startswith("HMMA.16816.F32") for name in counts):
         lines.append("no HMMA.16816.F32")
+    if counts["HGMMA"]:
+        lines.append(f"{counts['HGMMA']} HGMMA where warps multiply")
     return lines
 
 
-def _broken_sm90(kernel: Kernel) -> list[str]:
+def _broken_wgmma(kernel: Kernel) -> list[str]:
     counts, lines = kernel.code.counts, []
-    if not counts["UBLKCP"] and not counts["UTMALDG"]:
-        lines.append("neither UBLKCP nor UTMALDG: nothing is copied in bulk")
     good = sum(n for name, n in counts.items() if HGMMA_SHAPE.fullmatch(name))
     if not good:
         lines.append("no HGMMA of 64 x N x 16 with A in registers and a result")
