@@ -24,10 +24,12 @@ from third_party.cutlass import find_cutlass
 ROOT = Path(__file__).resolve().parents[1]
 H100, H200, A100 = (device.find(name) for name in ("H100", "H200", "A100"))
 CUBE = gemm.Shape(8192, 8192, 8192)
+BACKENDS = ("sm80", "sm90")
+KINDS = {"sm80": "kernel", "sm90": "warps"}  # of kernels, in their names
 
 
-def make_case(op: str, shape: str, keep: int, data: str = "gaussian") -> Case:
-    return Case(op, "sm80", Load(Shape.parse(shape), keep, data=data))
+def make_case(op: str, shape: str, keep: int, data: str = "gaussian", backend: str = "sm80") -> Case:
+    return Case(op, backend, Load(Shape.parse(shape), keep, data=data))
 
 
 # ---- GEMM ------------------------------------------------------------------------------------------------------------
@@ -73,11 +75,15 @@ def test_a_gemm_of_few_rows_is_bound_by_memory():
 
 # ---- Products --------------------------------------------------------------------------------------------------------
 
-MEASURED = [(case, us) for case, us in rows.load(H200) if case.backend == "sm80"]
+MEASURED = [(case, us) for case, us in rows.load(H200) if case.backend in BACKENDS]
 
 
-def test_there_are_rows_to_compare_with():
-    assert len({case.op for case, _ in MEASURED}) == 2 and len(MEASURED) > 20
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_there_are_rows_to_compare_with(backend):
+    found = [case for case, _ in MEASURED if case.backend == backend]
+    if not found:
+        pytest.skip(f"no rows of {backend}")
+    assert len({case.op for case in found}) == 2 and len(found) > 20
 
 
 @pytest.mark.parametrize("case, us", [m for m in MEASURED if m[0].load.shape.head_dim == 128], ids=str)
@@ -91,6 +97,16 @@ def test_other_head_dims_are_in_the_neighbourhood():
         assert products.best(H200, case).us == pytest.approx(us, rel=0.35), case
 
 
+@pytest.mark.parametrize("op, shape, keep, us", [
+    ("sparse_qk", "1,16384", 38, 36.8), ("sparse_qk", "1,16384", 64, 47.7), ("sparse_qk", "1,4096", 38, 14.6),
+    ("sparse_av", "1,16384", 38, 39.9), ("sparse_av", "1,16384", 64, 47.5), ("sparse_av", "1,4096", 38, 18.7),
+    ("sparse_qk", "8,4096", 38, 32.7), ("sparse_qk", "16,4096", 38, 52.5),
+    ("sparse_av", "8,4096", 38, 32.6), ("sparse_av", "16,4096", 38, 47.1)])
+def test_sm90_beside_times_of_the_notes(op, shape, keep, us):
+    case = make_case(op, f"8,32,8,{shape},128", keep, backend="sm90")
+    assert products.best(H200, case).us == pytest.approx(us, rel=0.25)
+
+
 @pytest.mark.parametrize("keep, data, bits", [(38, "gaussian", 6.24), (64, "gaussian", 9.53), (40, "equal", 6.07)])
 def test_bytes_of_a_tile(keep, data, bits):
     """Bits an element of compressed caches, order and offsets counted."""
@@ -101,38 +117,55 @@ def test_bytes_of_a_tile(keep, data, bits):
     assert tile.dram_bytes - stored == 4 * 64 * 2  # fp16 logits of four rows
 
 
-def test_instructions_of_a_tile():
-    tile = counts.Tile.of(make_case("sparse_qk", "8,32,8,1,16384,128", 38))
-    assert sum(tile.instructions.values()) == 1312  # as counted
+@pytest.mark.parametrize("backend, counted", [("sm80", 1312), ("sm90", 1218)])
+def test_instructions_of_a_tile(backend, counted):
+    tile = counts.Tile.of(make_case("sparse_qk", "8,32,8,1,16384,128", 38, backend=backend))
+    assert sum(tile.instructions.values()) == counted
     decoder = {name: tile.instructions[name] * 32 / (64 * 128) for name in ("LDS", "IDP", "PRMT")}
-    assert decoder == pytest.approx({"LDS": 1, "IDP": 1.5, "PRMT": 0.5}, rel=0.04)
+    assert decoder == pytest.approx({"LDS": 1, "IDP": 1, "PRMT": 0.5}, rel=0.04)
 
 
-def test_the_machine_code_holds_the_decoder_that_is_counted():
+def test_many_rows_of_values_are_a_warpgroups():
+    few, many = (counts.Tile.of(make_case("sparse_av", f"8,32,8,{q},4096,128", 38, backend="sm90")) for q in (4, 16))
+    assert (few.n, few.worker_warps, many.n, many.worker_warps) == (16, 1, 64, 4)
+    assert many.instructions["HMMA"] == 0 and many.instructions["HGMMA"] == 4 * 8
+    keys = counts.Tile.of(make_case("sparse_qk", "8,32,8,16,4096,128", 38, backend="sm90"))
+    assert (keys.n, keys.worker_warps) == (16, 1)
+    plan = products.best(H200, make_case("sparse_av", "8,32,8,16,4096,128", 38, backend="sm90"))
+    assert plan.warps == 4 * plan.workers == 12 and plan.registers == 152
+
+
+def compiled(backend: str, op: str, tile: counts.Tile) -> dict[str, dict[str, int]]:
+    """A tile's kernels in the manifest."""
     _, kernels = manifest.load()
-    for role, op in (("key", "sparse_qk"), ("value", "sparse_av")):
+    name = f"{op}_{KINDS[backend]}<Traits<{tile.role},f16,{tile.head_dim},{tile.n}>"
+    return {key: row for key, row in kernels.items() if name in key}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_machine_code_holds_the_decoder_that_is_counted(backend):
+    for op in ("sparse_qk", "sparse_av"):
         for head_dim in counts.HEAD_DIMS:
-            expected = counts.Tile.of(make_case(op, f"1,8,8,1,128,{head_dim}", 16)).instructions
-            found = [row for name, row in kernels.items()
-                     if f"Traits<{role},f16,{head_dim},8>" in name and "sparse_" in name and "sm90" not in name]
+            tile = counts.Tile.of(make_case(op, f"1,8,8,1,128,{head_dim}", 16, backend=backend))
+            expected, found = tile.instructions, compiled(backend, op, tile)
             assert found
-            for row in found:
+            for row in found.values():
                 assert row["IDP"] == expected["IDP"] and row["POPC"] == expected["POPC"]
                 assert row["HMMA.16816.F32"] == expected["HMMA"]
                 assert expected["PRMT"] <= row["PRMT"] and expected["LDS"] <= row["LDS"]
 
 
-def test_compiled_registers_fit_the_warps_of_the_model():
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiled_registers_fit_the_warps_of_the_model(backend):
     """A kernel must not need more than the most warps that the model would give it leave."""
-    _, kernels = manifest.load()
-    for role, op in (("key", "sparse_qk"), ("value", "sparse_av")):
+    for op in ("sparse_qk", "sparse_av"):
         for head_dim in counts.HEAD_DIMS:
-            for n in counts.ROW_BLOCKS:
-                tile = counts.Tile.of(make_case(op, f"1,{n},1,1,128,{head_dim}", 16))
-                warps = max(w for w in products.WARPS if tile.registers <= min(255, 65536 // (32 * w) // 8 * 8))
-                for name, row in kernels.items():
-                    if f"Traits<{role},f16,{head_dim},{n}>" in name and "sparse_" in name and "sm90" not in name:
-                        assert row["registers"] <= 65536 // (32 * warps), name
+            for n in (8, 16):
+                tile = counts.Tile.of(make_case(op, f"1,{n},1,1,128,{head_dim}", 16, backend=backend))
+                warps = max(w for w in products.WARPS if products.fits_registers(H200, tile, w))
+                producers = 4 if backend == "sm90" else 0
+                for name, row in compiled(backend, op, tile).items():
+                    assert row["registers"] <= 65536 // (32 * (warps + producers)), name
 
 
 def test_limits_decide_products_too():
@@ -175,7 +208,7 @@ def dispatched(questions: list[tuple[device.Device, Case]], folder: Path) -> lis
     lines = []
     for where, case in questions:
         tile, shape = counts.Tile.of(case), case.load.shape
-        lines.append((int(tile.role == "value"), tile.head_dim, tile.n,
+        lines.append((int(case.backend.removeprefix("sm")), int(tile.role == "value"), tile.head_dim, tile.n,
                       shape.query_heads // shape.kv_heads * shape.query_tokens, tile.longest_rows, tile.p_row_bytes,
                       products.tiles_of(case, tile), where.multiprocessors, where.shared_bytes))
     text = "\n".join(" ".join(str(number) for number in line) for line in lines)
@@ -186,13 +219,14 @@ def dispatched(questions: list[tuple[device.Device, Case]], folder: Path) -> lis
 def test_the_dispatcher_chooses_the_plans_of_the_model(tmp_path):
     shapes = ["8,32,8,1,16384,{d}", "1,32,8,1,32768,{d}", "8,32,32,1,4096,{d}", "8,64,8,1,16384,{d}",
               "8,32,8,4,4096,{d}"]
-    questions = [(where, make_case(op, shape.format(d=d), d * percent // 100))
-                 for where in (H200, A100) for op in ("sparse_qk", "sparse_av") for shape in shapes
+    questions = [(where, make_case(op, shape.format(d=d), d * percent // 100, backend=backend))
+                 for where, backend in ((H200, "sm80"), (H200, "sm90"), (A100, "sm80"))
+                 for op in ("sparse_qk", "sparse_av") for shape in shapes
                  for d in counts.HEAD_DIMS for percent in (30, 50, 100)]
     questions = [(where, case) for where, case in questions
                  if any(not plan.rejected for plan in products.candidates(where, case))]
     answers = dispatched(questions, tmp_path)
-    assert len(answers) == len(questions) > 150
+    assert len(answers) == len(questions) > 230
     for (where, case), (warps, stages, registers) in zip(questions, answers, strict=True):
         said = f"{where.name} {case}"
         plan = products.best(where, case)
@@ -241,13 +275,16 @@ def test_gemm_explains_itself(capsys):
 
 
 def test_product_explains_itself_beside_the_row(capsys):
-    case, us = next(m for m in MEASURED if m[0].op == "sparse_av")
-    arguments = ["--case", "av", "--shape", str(case.load.shape), "--keep", str(case.load.keep)]
+    case, us = next(m for m in MEASURED if m[0].op == "sparse_av" and m[0].backend == "sm80")
+    arguments = ["--case", "av", "--backend", "sm80", "--shape", str(case.load.shape), "--keep", str(case.load.keep)]
     assert command.main(arguments) == 0
     said = capsys.readouterr().out
-    assert f"measured {us:.1f} us: predicted " in said and "-> 12 warps (3 warpgroups) x 2 stages" in said
+    assert f"measured {us:.1f} us: predicted " in said and "-> 12 warps (3 warpgroups) x 2 stages a warp" in said
     assert command.main([*arguments, "--device", "A100"]) == 0
     assert "not in profiling/results/nvidia-a100/sweep.json" in capsys.readouterr().out
+    rows_of_64 = ["--case", "av", "--shape", "8,32,8,16,16384,128", "--keep", "38"]
+    assert command.main(rows_of_64) == 0  # on 9.0 the default is sm90
+    assert " stages a warpgroup, one CTA an SM beside a warpgroup of producers" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("arguments", [
@@ -288,6 +325,8 @@ def test_wrong_arguments(arguments, message, capsys):
     (["--case", "qk", "--shape", "1,2,3", "--keep", "4"], "six integers"),
     (["--case", "av", "--shape", "1,8,8,1,64,512", "--keep", "4"], "head dim 512 is more than 256"),
     (["--case", "av", "--shape", "1,8,8,1,64,128", "--keep", "129"], "keep 129 is not in 1..128"),
+    (["--case", "av", "--shape", "1,8,8,1,64,128", "--keep", "9", "--backend", "sm90", "--device", "A100"],
+     "sm90 needs compute capability 9.0, A100 has 8.0"),
 ])
 def test_contradictions(arguments, message, capsys):
     assert command.main(arguments) == 2

@@ -13,6 +13,7 @@ from profiling.tile_model import explain, gemm, products, rows
 from profiling.tile_model.device import DEVICES, SOURCES, UnknownDevice, describe, find
 
 OPS = {"qk": "sparse_qk", "av": "sparse_av"}
+BACKENDS = ("sm80", "sm90")
 EXAMPLES = """examples:
   python -m profiling.tile_model --device H100 --gemm 8192 8192 8192
   python -m profiling.tile_model --device H200 --case qk --shape 8,32,8,1,16384,128 --keep 38
@@ -26,11 +27,12 @@ def parser() -> argparse.ArgumentParser:
                                                     "(default: %(default)s)")
     what = p.add_mutually_exclusive_group(required=True)
     what.add_argument("--gemm", nargs=3, type=int, metavar=("M", "N", "K"), help="a dense fp16 GEMM")
-    what.add_argument("--case", choices=OPS, help="a sparse product of the sm80 backend; takes --shape and --keep")
+    what.add_argument("--case", choices=OPS, help="a sparse product; takes --shape and --keep")
     what.add_argument("--list-devices", action="store_true", help="the built-in devices, and who says so")
     p.add_argument("--shape", metavar="B,Hq,Hkv,Sq,T,D",
                    help="batch, query heads, KV heads, query tokens, cached tokens, head dim")
     p.add_argument("--keep", type=int, help="nonzeros a token and head")
+    p.add_argument("--backend", choices=BACKENDS, help="of a sparse product (default: what \"auto\" takes)")
     p.add_argument("--dtype", choices=DTYPES, default=DTYPES[0])
     p.add_argument("--data", choices=DATA, default=DATA[0],
                    help="in the cache: decides the padding, and which row to compare with")
@@ -82,7 +84,8 @@ def _gemm(args: argparse.Namespace) -> None:
 
 def _product(args: argparse.Namespace) -> None:
     device = find(args.device)
-    case = Case(OPS[args.case], "sm80", Load(Shape.parse(args.shape), args.keep, args.dtype, args.data))
+    backend = args.backend or ("sm90" if device.is_hopper else "sm80")
+    case = Case(OPS[args.case], backend, Load(Shape.parse(args.shape), args.keep, args.dtype, args.data))
     measured = rows.measured(device, case)
     if not args.json:
         print(*explain.product_lines(device, case, measured), sep="\n")

@@ -88,16 +88,17 @@ def product_lines(device: Device, case: Case, measured_us: float | None) -> list
     tile, plans = Tile.of(case), products.candidates(device, case)
     counts, total = tile.instructions, sum(tile.instructions.values())
     tiles, working = products.tiles_of(case, tile), WORKING_REGISTERS[tile.role, tile.n]
+    worker, operand = ("warp", "B fragments") if tile.worker_warps == 1 else ("warpgroup", "A fragments")
     lines = [
         *describe(device), "",
         f"{case}",
-        f"tile: 64 tokens x {tile.head_dim} channels x N {tile.n} ({tile.rows} rows exist), a warp each; "
+        f"tile: 64 tokens x {tile.head_dim} channels x N {tile.n} ({tile.rows} rows exist), a {worker} each; "
         f"{tiles} tiles, {tiles / device.multiprocessors:.1f} an SM; K step 64 elements a lane (two bitmap words)",
         f"bytes of a tile: {tile.block_rows:.1f} rows of 128 (longest {tile.longest_rows}), {tile.dram_bytes:.0f} from "
         f"and to memory, {tile.stage_bytes} a stage",
         f"instructions of a tile: {total:.0f} = " + ", ".join(f"{n:.0f} {name}" for name, n in counts.items()),
         f"shared memory of a tile: {tile.wavefronts:.0f} wavefronts",
-        f"registers a thread: {tile.registers} = accumulators, B fragments and {working} for the decoder",
+        f"registers a thread: {tile.registers} = accumulators, {operand} and {working} for the decoder",
         f"in flight: memory latency asks for {device.dram_latency * device.dram_bytes_a_clock / 1024:.0f} KiB an SM",
         "rate: " + ", ".join(f"{share:.0%} with {warps} warps" for warps, share in products.ACHIEVED.items())
         + " of the slowest pipe's, decode_microbench", ""]
@@ -110,10 +111,11 @@ def product_lines(device: Device, case: Case, measured_us: float | None) -> list
     chosen = plans[0]
     if chosen.rejected:
         return [*lines, "", f"no plan fits {device.name}"]
-    fixed = products.FIXED_US + (products.COMBINE_US if tile.role == "value" else 0)
+    beside = " beside a warpgroup of producers" if tile.backend == "sm90" else ""
     lines += ["", f"(clocks of an SM and tile; within {products.TIE:.0%} the plan with most warps, then stages)",
-              f"-> {chosen.warps} warps ({chosen.warps / 4:g} warpgroups) x {chosen.stages} stages, one CTA an SM; "
-              f"limiter {chosen.limiter}; {chosen.us:.1f} us, of which {fixed:.1f} for start and end"]
+              f"-> {chosen.warps} warps ({chosen.warps / 4:g} warpgroups) x {chosen.stages} stages a {worker}, one CTA "
+              f"an SM{beside}; limiter {chosen.limiter}; {chosen.us:.1f} us, of which "
+              f"{products.fixed_us(tile):.1f} for start and end"]
     if measured_us is not None:
         lines.append(f"   measured {measured_us:.1f} us: predicted {chosen.us / measured_us - 1:+.0%}")
     else:

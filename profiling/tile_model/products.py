@@ -1,11 +1,14 @@
-"""The sparse products of CC 8.0: warps and stages that a device leaves, and the time they take.
+"""The sparse products: workers and stages that a device leaves, and the time they take.
 
-A warp takes whole tiles through its own ring of stages; all warps of an SM share its pipes. A round is a tile for every
-warp of the device: its data take `memory` to arrive and its decoding takes `sm`, so with r rounds
+A worker, a warp or (sm90, many query rows) a warpgroup, takes whole tiles through its own ring of stages; all workers
+of an SM share its pipes. sm80 workers fetch for themselves; sm90 workers have a warpgroup of producers beside them,
+which leaves them other registers. A round is a tile for every worker of the device: its data take `memory` to arrive
+and its decoding takes `sm`, so with r rounds
 
     time = FIXED_US + memory + (r - 1) * (memory^p + sm^p)^(1/p) + sm
 
-The constants come from the micro-benchmark and from one case at two lengths; no other row is fitted.
+The constants come from the micro-benchmark, from one case at two lengths and, for the start of sm90, from its counters;
+no other row is fitted.
 """
 
 from __future__ import annotations
@@ -17,33 +20,41 @@ from profiling.cases import Case
 from profiling.tile_model.counts import Tile
 from profiling.tile_model.device import Device
 
-SCHEDULERS = 4
+# Warps that multiply, in fours as schedulers are, and stages of a worker.
 WARPS = (4, 8, 12, 16)
-STAGES = (2, 3)
+STAGES = {1: (2, 3), 4: (2, 3, 4, 5, 6, 7, 8)}  # by the warps of a worker
+
+# sm90: registers of a producer's thread, and the most that a worker's gets (setmaxnreg). Warps fetch nothing there, so
+# they do with fewer than the traits count, by warpgroups (sm90/warp_kernels.hpp).
+PRODUCER_REGISTERS = 40
+WORKER_MOST = 232
+SPARED_REGISTERS = {1: 16, 2: 16, 3: 16, 4: 20}
 
 # What part of the slowest pipe's rate the decoder reaches, by warps an SM: decode_microbench (profiling/NOTES.md),
-# 20.7, 23.7 and 24.5 elements a clock and SM of the 29 that issue slots allow. Fewer warps reach less in proportion.
-ACHIEVED = {8: 0.714, 12: 0.817, 16: 0.845}
+# 21.3, 24.4 and 25.2 elements a clock and SM of 29. Fewer warps reach less in proportion.
+ACHIEVED = {8: 0.735, 12: 0.842, 16: 0.870}
 
 # p: how far memory and SM hide one another. sparse_qk, 8,32,8,1,T,128, 38 kept, takes 509 clocks an SM and tile more
 # between T 4096 and 16384 (profiling/NOTES.md: 16.1 elements a clock), memory alone 422 and the pipes alone 419.
 OVERLAP_POWER = 3.6
 
-# Launch, first offsets and queries, instruction cache, last stores: what is left of that case's 41.2 us (and 6.7 of the
-# 17.5 us at T 4096). sparse_av adds up partial sums in a second kernel, which overlaps the drain.
-FIXED_US = 6.6
-COMBINE_US = 2.0
+# Launch, first offsets and queries, instruction cache, last stores. sm80: what is left of that case's 41.2 us (and 6.7
+# of the 17.5 us at T 4096). sm90: the 6.7 k of 63.4 k clocks without a resident warp (profiling/NOTES.md). sparse_av
+# adds up partial sums in a second kernel, which overlaps the drain: what it takes longer than sparse_qk at T 4096.
+FIXED_US = {"sm80": 6.6, "sm90": 3.8}
+COMBINE_US = {"sm80": 2.0, "sm90": 4.1}
 
 TIE = 0.05  # within which times are equal: the model is no better than that
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A layout of the work: one CTA an SM, `warps` warps with `stages` stages each."""
+    """A layout of the work: one CTA an SM, `warps` warps that multiply, `stages` stages a worker."""
 
     warps: int
+    workers: int
     stages: int
-    registers: int            # there are, a thread
+    registers: int            # there are, a thread that multiplies
     shared_bytes: int         # of the CTA
     in_flight_bytes: float    # of an SM
     clocks: dict[str, float] = field(default_factory=dict)  # of an SM and tile, by resource
@@ -59,10 +70,10 @@ def clocks_of(device: Device, tile: Tile, warps: int) -> dict[str, float]:
     pipes = {
         "issue": sum(n.values()) / device.issue,
         "shared": tile.wavefronts * 128 / device.shared_bytes_a_clock,
-        "FMA-heavy": n["IDP"] * 32 / device.fma_heavy_lanes,
+        "FMA-heavy": (n["IDP"] + n["IMAD"]) * 32 / device.fma_heavy_lanes,
         "ALU": (n["PRMT"] + n["LOP3"] + n["SHF"]) * 32 / device.alu_lanes,
         "POPC": n["POPC"] * 32 / device.popc_lanes,
-        "tensor": n["HMMA"] * 16 * 8 * 16 / device.mma_sync_fma,
+        "tensor": n["HMMA"] * 16 * 8 * 16 / device.mma_sync_fma + n["HGMMA"] * 16 * tile.n * 16 / device.tensor_fma,
     }
     return {**{name: clocks / achieved(warps) for name, clocks in pipes.items()},
             "DRAM": tile.dram_bytes / device.dram_bytes_a_clock}
@@ -79,6 +90,20 @@ def achieved(warps: int) -> float:
     return ACHIEVED[points[-1]]
 
 
+def registers_there_are(device: Device, tile: Tile, warps: int) -> int:
+    """Of a thread, when so many warps multiply."""
+    if tile.backend == "sm80":
+        return min(device.registers_a_thread, device.registers // (32 * warps) // 8 * 8)
+    groups = math.ceil(warps / 4)
+    at_launch = device.registers // (128 * (groups + 1)) // 8 * 8
+    return min(WORKER_MOST, (at_launch * (groups + 1) - PRODUCER_REGISTERS) // groups // 8 * 8)
+
+
+def fits_registers(device: Device, tile: Tile, warps: int) -> bool:
+    spared = SPARED_REGISTERS[math.ceil(warps / 4)] if tile.backend == "sm90" and tile.worker_warps == 1 else 0
+    return tile.registers - spared <= registers_there_are(device, tile, warps)
+
+
 def tiles_of(case: Case, tile: Tile) -> int:
     """Of all heads and passes over the cache."""
     shape = case.load.shape
@@ -87,9 +112,16 @@ def tiles_of(case: Case, tile: Tile) -> int:
 
 
 def candidates(device: Device, case: Case) -> list[Plan]:
-    """Every number of warps and stages, the chosen one first, those rejected last."""
+    """Every number of warps and stages, the chosen one first, those rejected last.
+
+    Raises:
+        ValueError: the device cannot run the backend, or no kernel takes the case.
+    """
+    if case.backend == "sm90" and not device.is_hopper:
+        raise ValueError(f"backend sm90 needs compute capability 9.0, {device.name} has "
+                         f"{'.'.join(map(str, device.capability))}")
     tile = Tile.of(case)
-    plans = [_plan(device, case, tile, warps, stages) for warps in WARPS for stages in STAGES]
+    plans = [_plan(device, case, tile, warps, stages) for warps in WARPS for stages in STAGES[tile.worker_warps]]
     fastest = min((plan.us for plan in plans), default=math.inf)
     # Of equals the one with more warps, then more stages: what the model leaves out is latency, which both hide.
     return sorted(plans, key=lambda p: (bool(p.rejected), p.us > fastest * (1 + TIE), -p.warps, -p.stages))
@@ -108,9 +140,10 @@ def best(device: Device, case: Case) -> Plan:
 
 
 def _plan(device: Device, case: Case, tile: Tile, warps: int, stages: int) -> Plan:
-    registers = min(device.registers_a_thread, device.registers // (32 * warps) // 8 * 8)
-    shared = warps * stages * tile.stage_bytes + (4 * warps if tile.role == "value" else 0)
-    in_flight = warps * (stages - 1) * tile.copied_bytes
+    registers, workers = registers_there_are(device, tile, warps), warps // tile.worker_warps
+    most = max((w for w in WARPS if fits_registers(device, tile, w)), default=warps)  # that the kernel is compiled for
+    shared = workers * stages * tile.stage_bytes + tile.fixed_bytes(most // 4)
+    in_flight = workers * (stages - 1) * tile.copied_bytes
     needed = device.dram_latency * device.dram_bytes_a_clock
     clocks = clocks_of(device, tile, warps)
     clocks["DRAM"] *= max(1.0, needed / in_flight)  # Little's law
@@ -118,21 +151,25 @@ def _plan(device: Device, case: Case, tile: Tile, warps: int, stages: int) -> Pl
     if clocks["DRAM"] > sm_clocks:
         limiter = "DRAM" if in_flight >= needed else "latency"
     tiles_an_sm = tiles_of(case, tile) / device.multiprocessors
-    working = max(1, min(warps, math.floor(tiles_an_sm)))  # a thin load leaves warps idle
+    working = max(1, min(workers, math.floor(tiles_an_sm)))  # a thin load leaves workers idle
     rounds = max(1.0, tiles_an_sm / working)
     us = _time_us(device, tile, working, rounds, sm_clocks, clocks["DRAM"])
     rejected = ""
-    if tile.registers > registers:
+    if not fits_registers(device, tile, warps):
         rejected = f"{tile.registers} registers a thread of {registers} there are"
     elif shared > device.shared_bytes:
         rejected = f"{shared} bytes of shared memory of {device.shared_bytes}"
-    return Plan(warps, stages, registers, shared, in_flight, clocks, rounds, math.inf if rejected else us, limiter,
-                rejected)
+    return Plan(warps, workers, stages, registers, shared, in_flight, clocks, rounds, math.inf if rejected else us,
+                limiter, rejected)
 
 
-def _time_us(device: Device, tile: Tile, warps: int, rounds: float, sm_clocks: float, dram_clocks: float) -> float:
-    """The module's formula. Rounds are not whole: a warp that is done leaves its share of the pipes to the others."""
-    memory, sm = dram_clocks * warps, sm_clocks * warps
+def fixed_us(tile: Tile) -> float:
+    """Of start and end."""
+    return FIXED_US[tile.backend] + (COMBINE_US[tile.backend] if tile.role == "value" else 0)
+
+
+def _time_us(device: Device, tile: Tile, workers: int, rounds: float, sm_clocks: float, dram_clocks: float) -> float:
+    """The module's formula. Rounds are not whole: a worker that is done leaves its share of the pipes to the others."""
+    memory, sm = dram_clocks * workers, sm_clocks * workers
     steady = (memory**OVERLAP_POWER + sm**OVERLAP_POWER) ** (1 / OVERLAP_POWER)
-    fixed = FIXED_US + (COMBINE_US if tile.role == "value" else 0)
-    return fixed + (memory + (rounds - 1) * steady + sm) / device.clock_mhz
+    return fixed_us(tile) + (memory + (rounds - 1) * steady + sm) / device.clock_mhz

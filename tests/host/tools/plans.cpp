@@ -1,6 +1,8 @@
-// The plans that dispatch/ chooses for the sm80 kernels, for tests/test_tile_model.py: reads cases, writes a line each.
+// The plans that dispatch/ chooses for the kernels in which warps multiply, for tests/test_tile_model.py: reads cases,
+// writes a line each. (Traits of warpgroups do not compile without nvcc.)
 //
-//   in:  role (0 key, 1 value)  head_dim  n  rows  longest tile, rows  bytes of a row of p  tiles  SMs  shared bytes
+//   in:  backend (80, 90)  role (0 key, 1 value)  head_dim  n  rows  longest tile, rows  bytes of a row of p
+//        tiles  SMs  shared bytes
 //   out: warps  stages  registers a thread
 #include <cstdio>
 
@@ -13,7 +15,7 @@ using namespace cute_kernels;
 using format::Role;
 
 struct Case {
-  int role, head_dim, n, rows, longest, dense_row_bytes;
+  int backend, role, head_dim, n, rows, longest, dense_row_bytes;
   long long tiles;
   int multiprocessors, shared_bytes;
 };
@@ -23,12 +25,17 @@ void print_plan(Case const& c) {
   // As `limits` in the launchers, which only nvcc compiles: a tile's results take its block's place.
   constexpr int kKeyBytes = Traits::kN * (format::kTileTokens + 4) * 4, kValueBytes = Traits::kAccumulators * 32 * 4;
   matmul::KernelLimits kernel{};
-  kernel.max_workers = Traits::kMaxWarps;
+  if (c.backend == 80) {
+    kernel.max_workers = Traits::kMaxWarps;
+    kernel.fixed_shared_bytes = Traits::kIsKey ? 0 : 4 * Traits::kMaxWarps;
+  } else {
+    kernel.max_workers = 4 * (Traits::kRegisters <= 124 ? 4 : Traits::kRegisters <= 168 ? 3 : 2);
+    kernel.fixed_shared_bytes = 896;  // 96 barriers, 16 numbers
+  }
   kernel.worker_warps = 1;
   kernel.min_stages = matmul::sm80::kMinStages;
   kernel.max_stages = matmul::sm80::kMaxStages;
   kernel.min_block_bytes = Traits::kIsKey ? kKeyBytes : kValueBytes / matmul::sm80::kMinStages;
-  kernel.fixed_shared_bytes = Traits::kIsKey ? 0 : 4 * Traits::kMaxWarps;
   dispatch::DeviceLimits device{c.multiprocessors, c.shared_bytes, 9, 0, true};
   auto plan = dispatch::choose_plan(device, kernel, c.n, c.rows, c.longest, matmul::kOrderBytes, c.dense_row_bytes,
                                     c.tiles);
@@ -50,8 +57,8 @@ void visit_head_dim(Case const& c) {
 
 int main() {
   Case c;
-  while (std::scanf("%d %d %d %d %d %d %lld %d %d", &c.role, &c.head_dim, &c.n, &c.rows, &c.longest, &c.dense_row_bytes,
-                    &c.tiles, &c.multiprocessors, &c.shared_bytes) == 9) {
+  while (std::scanf("%d %d %d %d %d %d %d %lld %d %d", &c.backend, &c.role, &c.head_dim, &c.n, &c.rows, &c.longest,
+                    &c.dense_row_bytes, &c.tiles, &c.multiprocessors, &c.shared_bytes) == 10) {
     if (c.role == 0) visit_head_dim<Role::kKey>(c);
     else visit_head_dim<Role::kValue>(c);
   }
