@@ -20,7 +20,8 @@ HOST_TESTS = sorted((ROOT / "tests" / "host").glob("*.cpp"))
 
 def _linked_sources(test: Path) -> list[str]:
     """Sources that a test is compiled with, from its lines `// link: path/from/the/root.cpp`."""
-    return [str(ROOT / path) for path in re.findall(r"^// link: (\S+)$", test.read_text(encoding="utf-8"), re.MULTILINE)]
+    paths = re.findall(r"^// link: (\S+)$", test.read_text(encoding="utf-8"), re.MULTILINE)
+    return [str(ROOT / path) for path in paths]
 
 
 @pytest.mark.parametrize("test", HOST_TESTS, ids=lambda path: path.stem)

@@ -1,10 +1,10 @@
 // CUDA errors as exceptions.
 #pragma once
 
+#include <cuda_runtime_api.h>
+
 #include <stdexcept>
 #include <string>
-
-#include <cuda_runtime_api.h>
 
 namespace cute_kernels {
 

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-
 #include <cute/numeric/numeric_types.hpp>
 
 #include "cute_kernels/format/storage.hpp"
@@ -17,9 +16,12 @@ using format::DType;
 template <class F>
 CUTE_HOST_DEVICE decltype(auto) visit_dtype(DType dtype, F&& f) {
   switch (dtype) {
-    case DType::kFloat16: return f(half_t{});
-    case DType::kBFloat16: return f(bfloat16_t{});
-    default: return f(float{});
+    case DType::kFloat16:
+      return f(half_t{});
+    case DType::kBFloat16:
+      return f(bfloat16_t{});
+    default:
+      return f(float{});
   }
 }
 

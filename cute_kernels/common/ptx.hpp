@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-
 #include <cute/arch/util.hpp>
 #include <cute/config.hpp>
 
@@ -106,8 +105,8 @@ CUTE_DEVICE void cp_async_16_hint(uint32_t shared, void const* global, uint64_t 
 CUTE_DEVICE void bulk_copy(void* shared, void const* global, int bytes, void* barrier, uint64_t policy) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
-          cute::cast_smem_ptr_to_uint(shared)),
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+          "r"(cute::cast_smem_ptr_to_uint(shared)),
       "l"(global), "r"(bytes), "r"(cute::cast_smem_ptr_to_uint(barrier)), "l"(policy)
       : "memory");
 #endif

@@ -2,7 +2,6 @@
 // token, turns its magnitudes into bit planes and finds the keep-th largest bit by bit, from the highest plane down.
 // Each step then looks at 32 channels a word, and nothing of it crosses lanes.
 #include <algorithm>
-
 #include <cute/arch/copy_sm80.hpp>
 #include <cute/pointer.hpp>
 
@@ -144,13 +143,16 @@ __device__ void write_pruned(SelectStorage<Words>& s, uint32_t const (&kept)[Wor
 
 // CTAs of an SM, which bounds their registers; shared memory has room for about as many.
 template <int Words>
-constexpr int kResident = Words == 2 ? 28 : Words == 4 ? 20 : 11;
+constexpr int kResident = Words == 2   ? 28
+                          : Words == 4 ? 20
+                                       : 11;
 
 // A CTA takes every gridDim.x-th tile. Rows of its next half tile arrive while it selects: by then this half tile's
 // are in registers.
 template <int Words, bool kBFloat16>
-__global__ void __launch_bounds__(32, kResident<Words>) select_kernel(DenseView x, int keep, bool vectors, unsigned tiles,
-                                                    uint32_t* masks, int32_t* counts, uint16_t* pruned) {
+__global__ void __launch_bounds__(32, kResident<Words>)
+    select_kernel(DenseView x, int keep, bool vectors, unsigned tiles, uint32_t* masks, int32_t* counts,
+                  uint16_t* pruned) {
   __shared__ SelectStorage<Words> s;
   int lane = threadIdx.x;
   unsigned tiles_per_head = static_cast<unsigned>((x.tokens + format::kTileTokens - 1) / format::kTileTokens);
@@ -230,12 +232,17 @@ void select(DenseView const& x, int keep, uint32_t* masks, int32_t* counts, void
     kernel<<<grid, 32, 0, stream>>>(x, most, x.has_vectors(), count, masks, counts, static_cast<uint16_t*>(pruned));
   };
   auto launch_words = [&](auto of_fp16, auto of_bf16) {
-    if (x.dtype == DType::kBFloat16) launch(of_bf16);
-    else launch(of_fp16);
+    if (x.dtype == DType::kBFloat16)
+      launch(of_bf16);
+    else
+      launch(of_fp16);
   };
-  if (padded == 64) launch_words(select_kernel<2, false>, select_kernel<2, true>);
-  else if (padded == 128) launch_words(select_kernel<4, false>, select_kernel<4, true>);
-  else launch_words(select_kernel<8, false>, select_kernel<8, true>);
+  if (padded == 64)
+    launch_words(select_kernel<2, false>, select_kernel<2, true>);
+  else if (padded == 128)
+    launch_words(select_kernel<4, false>, select_kernel<4, true>);
+  else
+    launch_words(select_kernel<8, false>, select_kernel<8, true>);
   check_cuda(cudaGetLastError(), "launch of select");
 }
 

@@ -18,8 +18,8 @@ inline constexpr int kSchedulers = 4;  // of an SM, each issuing for a quarter o
 
 struct DeviceLimits {
   int multiprocessors;
-  int shared_bytes;  // a CTA may have, opt-in
-  int major, minor;  // compute capability
+  int shared_bytes;          // a CTA may have, opt-in
+  int major, minor;          // compute capability
   bool programmatic_launch;  // by the device and by the code built for it
 };
 

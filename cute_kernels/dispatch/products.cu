@@ -1,10 +1,9 @@
-#include "cute_kernels/dispatch/products.hpp"
-
 #include <array>
 #include <mutex>
 
 #include "cute_kernels/common/error.hpp"
 #include "cute_kernels/common/numeric.hpp"
+#include "cute_kernels/dispatch/products.hpp"
 #include "cute_kernels/matmul/combine.hpp"
 #include "cute_kernels/matmul/stage.hpp"
 
@@ -39,8 +38,8 @@ DeviceLimits current_device() {
 }
 
 struct Kernels {
-  int max_rows;        // query rows a pass takes at most
-  int max_shares;      // that a CTA leaves of a segment for the combine of sparse_av
+  int max_rows;    // query rows a pass takes at most
+  int max_shares;  // that a CTA leaves of a segment for the combine of sparse_av
   matmul::KernelLimits (*limits)(format::DType, int);
   void (*launch)(matmul::Params const&, matmul::Config const&, cudaStream_t);
 
@@ -62,17 +61,22 @@ struct Sm80 {
 struct Sm90 {
   template <Role kRole, int kHeadDim>
   static Kernels kernels() {
-    return {kRole == Role::kKey ? 16 : 64, 4, matmul::sm90::limits<kRole, kHeadDim>, matmul::sm90::launch<kRole, kHeadDim>};
+    return {kRole == Role::kKey ? 16 : 64, 4, matmul::sm90::limits<kRole, kHeadDim>,
+            matmul::sm90::launch<kRole, kHeadDim>};
   }
 };
 
 template <class Arch, Role kRole>
 Kernels kernels_for_head_dim(int padded_head_dim) {
   switch (padded_head_dim) {
-    case 64: return Arch::template kernels<kRole, 64>();
-    case 128: return Arch::template kernels<kRole, 128>();
-    case 256: return Arch::template kernels<kRole, 256>();
-    default: throw std::runtime_error("head_dim " + std::to_string(padded_head_dim) + " is not instantiated");
+    case 64:
+      return Arch::template kernels<kRole, 64>();
+    case 128:
+      return Arch::template kernels<kRole, 128>();
+    case 256:
+      return Arch::template kernels<kRole, 256>();
+    default:
+      throw std::runtime_error("head_dim " + std::to_string(padded_head_dim) + " is not instantiated");
   }
 }
 
@@ -143,7 +147,7 @@ void run(Product const& product, std::string const& backend, cudaStream_t stream
   int group = product.query_heads / view.kv_heads, rows = group * product.query_tokens, n = kernels.rows_a_pass(rows);
   int row_blocks = (rows + n - 1) / n;
   int64_t tiles = view.tiles() * row_blocks;
-  if (tiles > INT32_MAX) throw std::runtime_error("the product has more than 2^31 tiles; split the batch");
+  if (tiles > INT32_MAX / 2) throw std::runtime_error("the product has more than 2^30 tiles; split the batch");
 
   Plan plan = choose_plan(device, kernels.limits(view.dtype, n), n, rows, view.max_tile_rows, matmul::kOrderBytes,
                           is_key ? 0 : matmul::dense_row_bytes(product.dense.dtype), tiles);

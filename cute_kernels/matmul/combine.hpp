@@ -7,8 +7,8 @@
 //              pair)
 //
 // A second kernel adds up a segment's partials (measured: 2 to 3 us faster than letting the last CTA to arrive do it,
-// whose fence, count and loads follow one another). They stay in the order of accumulators, four floats a lane and atom,
-// so that they are written and read in whole lines; only the total is put in order of channels.
+// whose fence, count and loads follow one another). They stay in the order of accumulators, four floats a lane and
+// atom, so that they are written and read in whole lines; only the total is put in order of channels.
 #pragma once
 
 #include "cute_kernels/common/ptx.hpp"
@@ -99,14 +99,15 @@ CUTE_DEVICE void store_atom(Params const& params, Segment const& segment, int la
   }
 }
 
-// All warps have left the shares of the segments that their pieces end in: adds up those of each run of warps that ended
-// in the same one. Called by `warps` warps, thread counting through them; shares lie `stride_bytes` apart.
+// All warps have left the shares of the segments that their pieces end in: adds up those of each run of warps that
+// ended in the same one. Called by `warps` warps, thread counting through them; shares lie `stride_bytes` apart.
 template <class Traits>
 CUTE_DEVICE void add_up_shares(Params const& params, uint8_t const* shares, int stride_bytes, int const* last_segment,
                                int warps, int thread) {
   for (int begin = 0, end; begin < warps; begin = end) {
     int index = last_segment[begin];
-    for (end = begin + 1; end < warps && last_segment[end] == index; ++end) {}
+    for (end = begin + 1; end < warps && last_segment[end] == index; ++end) {
+    }
     Segment segment = segment_at<Traits::kN>(params.work, index);
     float4* partial = partial_data<Traits>(params, cta_partial(params.work, blockIdx.x, index));
     CUTE_NO_UNROLL

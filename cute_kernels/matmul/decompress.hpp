@@ -4,8 +4,8 @@
 // its even elements, high halves those of its odd ones. Four consecutive elements are four bytes of `word & (0x01010101
 // << S)`, so one dp4a adds the bytes that count, times the row size, to a running address; one 16-bit load fetches the
 // value with zeros above it; one multiplication turns four presence bits into two prmt selectors that take the values'
-// bytes or those zeros. 3.5 instructions an element whatever the density, one of them a load. Absent elements re-read the last present
-// one, or the row above the values, which is a bitmap row: always inside the block.
+// bytes or those zeros. 3.5 instructions an element whatever the density, one of them a load. Absent elements re-read
+// the last present one, or the row above the values, which is a bitmap row: always inside the block.
 #pragma once
 
 #include <cstdint>

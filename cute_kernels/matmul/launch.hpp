@@ -8,7 +8,7 @@
 namespace cute_kernels::matmul {
 
 // How a product is laid over one device. Chosen by dispatch/heuristics.hpp. A worker multiplies whole tiles: a warp of
-// the sm80 kernels, a warpgroup of the sm90 kernels.
+// most kernels, a warpgroup of those with WGMMA.
 struct Config {
   int n;        // query rows a pass, one of the architecture's
   int workers;  // a CTA, one CTA an SM

@@ -1,9 +1,9 @@
 // What the product kernels are called with.
 #pragma once
 
-#include <cstdint>
-
 #include <cutlass/fast_math.h>
+
+#include <cstdint>
 
 #include "cute_kernels/format/storage.hpp"
 
@@ -20,15 +20,15 @@ struct DenseOperand {
 // All tiles in one line: segment after segment, a segment being (batch, KV head, block of N query rows).
 // A query row is (query head in the group, query token); rows of a KV head are contiguous in the output.
 struct Work {
-  int tiles;   // in the line
-  int rows;    // query rows of a KV head: group size x query tokens
-  int group;   // query heads of a KV head
-  int pieces;  // the line is cut into, one a warp
+  int tiles;                         // in the line
+  int rows;                          // query rows of a KV head: group size x query tokens
+  int group;                         // query heads of a KV head
+  int pieces;                        // the line is cut into, one a worker
   int tiles_per_piece, spare_tiles;  // tiles / pieces and tiles % pieces
   cutlass::FastDivmod tiles_per_segment, row_blocks, query_tokens, kv_heads;  // as divisors
 };
 
-// How shared memory is divided; chosen on the host (dispatch/), the same for every warp.
+// How shared memory is divided; chosen on the host (dispatch/), the same for every worker.
 struct Stages {
   int count;        // of a worker
   int block_bytes;  // room for one tile's block
@@ -38,11 +38,11 @@ struct Stages {
 struct Params {
   format::SparseView sparse;
   DenseOperand dense;
-  void* out;                // sparse_qk: (batch, query heads, query tokens, tokens); sparse_av: (..., head_dim)
+  void* out;  // sparse_qk: (batch, query heads, query tokens, tokens); sparse_av: (..., head_dim)
   format::DType out_dtype;
-  float scale;              // sparse_qk only
-  bool vectorized;          // sparse_qk: out may be written in fours; sparse_av: every row of p starts on 16 bytes
-  void* partials;           // sparse_av only: room for max_partials, see combine.hpp
+  float scale;      // sparse_qk only
+  bool vectorized;  // sparse_qk: out may be written in fours; sparse_av: every row of p starts on 16 bytes
+  void* partials;   // sparse_av only: room for max_partials, see combine.hpp
   Work work;
   Stages stages;
 };

@@ -1,5 +1,5 @@
-// Striped partition: all tiles in one line, cut into equal pieces of consecutive tiles, one a warp. No shape leaves SMs
-// or warps idle, and warps need not wait for one another. combine.hpp puts together what several pieces share.
+// Striped partition: all tiles in one line, cut into equal pieces of consecutive tiles, one a worker. No shape leaves
+// SMs or workers idle, and workers need not wait for one another. combine.hpp puts together what several pieces share.
 #pragma once
 
 #include "cute_kernels/matmul/params.hpp"

@@ -50,8 +50,10 @@ def counters_of(kernels: Iterable[Any], elements: int, multiprocessors: int | No
 
 
 def value(action: Any, metric_name: str) -> float | None:
-    """A metric's value, or None if the chip does not have it. Reports hold base units: ns, bytes, %. (The unit itself is not
-    asked for: ncu_report 2025.3 crashes.)"""
+    """A metric's value, or None if the chip does not have it. Reports hold base units: ns, bytes, %.
+
+    The unit itself is not asked for: ncu_report 2025.3 crashes.
+    """
     metric = action.metric_by_name(metric_name)
     number = None if metric is None else metric.value()
     if not isinstance(number, (int, float)) or number != number:  # a missing metric may also be NaN

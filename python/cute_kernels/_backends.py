@@ -28,8 +28,8 @@ def backends() -> dict[str, str]:
 def resolve(backend: str, device: torch.device) -> str:
     """The backend that serves a call on `device`, one of BACKENDS.
 
-    backend: "auto" takes "cpu" on the CPU, "sm80" on compute capability 8.x and "sm90" on 9.0. Any other name is taken as
-        it is; "sm80" runs on 9.0 too.
+    backend: "auto" takes "cpu" on the CPU, "sm80" on compute capability 8.x and "sm90" on 9.0. Any other name is taken
+        as it is; "sm80" runs on 9.0 too.
 
     Raises TypeError if backend is no str; ValueError for an unknown name; RuntimeError, saying what is missing, if that
     backend cannot serve tensors on `device`. Nothing else is tried in its place.
@@ -130,8 +130,8 @@ def _arch_status(device: torch.device | None) -> str:
 
 
 def _runs_on(arch: str, capability: tuple[int, int]) -> bool:
-    """Machine code runs on its own major version from its minor version up, for 9.0a, its PTX too, on 9.0 alone; other PTX on
-    all later."""
+    """Machine code runs on its own major version from its minor version up, for 9.0a, its PTX too, on 9.0 alone; other
+    PTX on all later."""
     number = arch.removesuffix("+PTX").removesuffix("a")
     major, minor = (int(part) for part in number.split("."))
     if arch.removesuffix("+PTX").endswith("a"):

@@ -113,7 +113,8 @@ def sparse_av(p: Tensor, v: SparseKV, *, out: Tensor | None = None, backend: str
         )
         return out
     with torch.cuda.device(v.device):
-        workspace = torch.empty(_C.cuda.workspace_bytes(view, q_heads, q_tokens, backend), dtype=torch.uint8, device=v.device)
+        nbytes = _C.cuda.workspace_bytes(view, q_heads, q_tokens, backend)
+        workspace = torch.empty(nbytes, dtype=torch.uint8, device=v.device)
         _C.cuda.sparse_av(
             view,
             p.data_ptr(),

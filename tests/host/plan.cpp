@@ -69,7 +69,8 @@ int main() {
             "a stage holds the longest block");
       check(plan.stages.block_bytes % 128 == 0 && stage_bytes % 128 == 0, "stages are aligned");
       check(plan.config.ctas <= device.multiprocessors, "one CTA an SM", plan.config.ctas);
-      check_pieces(make_work(heads, row_blocks, tiles_per_head, plan.config.ctas * workers), tiles_per_head, row_blocks);
+      check_pieces(make_work(heads, row_blocks, tiles_per_head, plan.config.ctas * workers), tiles_per_head,
+                   row_blocks);
     }
   }
   return report();

@@ -45,7 +45,8 @@ void launch(Params const& params, Config const& config, cudaStream_t stream) {
     } else {
       if (params.dense.dtype == params.sparse.dtype)
         launch_product(sparse_av_kernel<T, false>, params, config, stream);
-      else launch_product(sparse_av_kernel<T, true>, params, config, stream);
+      else
+        launch_product(sparse_av_kernel<T, true>, params, config, stream);
       launch_combine<T>(params, config, config.workers, stream);
     }
   });

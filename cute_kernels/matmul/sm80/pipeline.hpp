@@ -33,8 +33,10 @@ class WarpPipeline {
   // Waits for the warp's next tile, starts the fetch into the stage that was read last, and returns the tile's stage.
   CUTE_DEVICE Stage next() {
     static_assert(kMinStages == 2 && kMaxStages == 3, "a group for every fetch that may still be under way");
-    if (params_.stages.count == 2) cp_async_wait<0>();
-    else cp_async_wait<1>();
+    if (params_.stages.count == 2)
+      cp_async_wait<0>();
+    else
+      cp_async_wait<1>();
     __syncwarp();  // every lane's copies have arrived, and every lane has read the stage before
     Stage stage = stage_at(read_stage_);
     read_stage_ = read_stage_ + 1 == params_.stages.count ? 0 : read_stage_ + 1;
@@ -59,14 +61,12 @@ class WarpPipeline {
   int lane_;
   uint64_t policy_;
   TileRange piece_;
-  int next_;                 // the tile to fetch
+  int next_;  // the tile to fetch
   DenseTile<Traits::kN> dense_;
   int fetch_stage_ = 0, read_stage_ = 0;
   int rows_begin_ = 0, rows_end_ = 0;  // lane i: of the i-th of 32 tiles, so that no fetch waits for its offsets
 
-  CUTE_DEVICE Stage stage_at(int index) const {
-    return {params_.stages, ring_ + index * params_.stages.stage_bytes};
-  }
+  CUTE_DEVICE Stage stage_at(int index) const { return {params_.stages, ring_ + index * params_.stages.stage_bytes}; }
 
   // Fills the next stage with the warp's next tile. Always commits a group, so that groups count tiles.
   CUTE_DEVICE void fetch() {

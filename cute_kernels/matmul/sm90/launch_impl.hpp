@@ -33,10 +33,12 @@ KernelLimits limits(format::DType dtype, int n) {
     using T = decltype(traits);
     if constexpr (kByWarps<T>) {
       constexpr int kMaxWarps = kMaxWarpgroups<T> * kWarpgroupWarps;
+      static_assert(kMaxWarps <= kMaxWorkers && kMaxWarps * kMaxStagesOfWarp <= kMaxStages);
       // A stage takes a tile's logits; the stages take the workers' shares in the end.
       constexpr int kResultBytes = T::kIsKey ? min_block_bytes_qk<T>() : share_bytes<T>() / kMinStages;
       return {kMaxWarps, 1, kMinStages, kMaxStagesOfWarp, kResultBytes, kWarpFixedBytes};
     } else {
+      static_assert(T::kMaxWarpgroups * kMaxStagesOfWarpgroup <= kMaxStages);
       return {T::kMaxWarpgroups, kWarpgroupWarps, kMinStages, kMaxStagesOfWarpgroup, 0, warpgroup::kFixedBytes<T>};
     }
   });

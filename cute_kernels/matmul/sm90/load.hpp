@@ -1,5 +1,5 @@
-// The load side of CC 9.0: a few warps fill the CTA's ring by TMA for all workers. One would not keep up: a tile costs it
-// some 500 clocks, as long as an SM has for one.
+// The load side of CC 9.0: four warps fill the workers' stages by TMA. One would not keep up: a tile costs it some 500
+// clocks, as long as an SM has for one.
 //
 // A bulk copy brings a tile's block whole, another its token order; a tensor copy brings its columns of p, tokens in
 // their own order: the order within the tile differs from tile to tile, which no tensor copy can follow.
@@ -51,7 +51,8 @@ CUTE_DEVICE void load_tiles(StageRing const& ring, int producer) {
   int lane = threadIdx.x % 32, workers = (params.workers - producer + kProducers - 1) / kProducers;
   if (workers == 0) return;
   int slots = workers * (params.work.tiles_per_piece + (params.work.spare_tiles > 0));
-  uint64_t policy = ptx::evict_first_policy();
+  auto policy = static_cast<uint64_t>(params.work.row_blocks.divisor == 1 ? TMA::CacheHintSm90::EVICT_FIRST
+                                                                          : TMA::CacheHintSm90::EVICT_NORMAL);
   bool with_dense = !kIsKey && params.vectorized;
   int dense_bytes = with_dense ? params.box_rows * dense_row_bytes(params.dense.dtype) : 0;
   if (with_dense) prefetch_tma_descriptor(reinterpret_cast<TmaDescriptor const*>(&params.dense_map));
@@ -62,7 +63,7 @@ CUTE_DEVICE void load_tiles(StageRing const& ring, int producer) {
     for (int i = 0; i < min(32, slots - first); ++i) {
       __syncwarp();  // a lane that still issues must not be left behind by lanes that wait
       if (i == 1) next = Slot<kIsKey, kN>(ring, producer, first + 32 + lane);  // not before the first copy
-      if (__shfl_sync(~0u, mine.storage, i) < 0) continue;  // a piece that is a tile shorter
+      if (__shfl_sync(~0u, mine.storage, i) < 0) continue;                     // a piece that is a tile shorter
       int index = __shfl_sync(~0u, mine.stage, i);
       ring.barriers.empty[index].wait(__shfl_sync(~0u, mine.phase, i) ^ 1);  // a fresh stage counts as empty
       if (lane != i) continue;

@@ -12,10 +12,10 @@ namespace cute_kernels::matmul::sm90 {
 
 inline constexpr int kMinStages = 2, kMaxStagesOfWarp = 3, kMaxStagesOfWarpgroup = 8;
 inline constexpr int kMaxStages = 48;  // of a CTA
-inline constexpr int kProducers = 4;  // warps; worker w is served by producer w % kProducers
+inline constexpr int kProducers = 4;   // warps; worker w is served by producer w % kProducers
 
-// Every worker has stages of its own: a barrier's parity tells one phase from the next only, so whoever waits at it must
-// see every phase.
+// Every worker has stages of its own: a barrier's parity tells one phase from the next only, so whoever waits at it
+// must see every phase.
 struct RingBarriers {
   cutlass::arch::ClusterTransactionBarrier full[kMaxStages];  // the producer's arrival and the bytes of the tile
   cutlass::arch::ClusterBarrier empty[kMaxStages];            // one arrival from every warp of the worker
@@ -40,10 +40,10 @@ struct StageRing {
   RingBarriers& barriers;
   uint8_t* data;
 
-  CUTE_DEVICE Stage operator[](int index) const {
-    return {params.stages, data + index * params.stages.stage_bytes};
+  CUTE_DEVICE Stage operator[](int index) const { return {params.stages, data + index * params.stages.stage_bytes}; }
+  CUTE_DEVICE TileRange piece(int worker) const {
+    return piece_tiles(params.work, blockIdx.x * params.workers + worker);
   }
-  CUTE_DEVICE TileRange piece(int worker) const { return piece_tiles(params.work, blockIdx.x * params.workers + worker); }
 };
 
 // A worker's way through its stages.

@@ -26,16 +26,21 @@ inline auto tensor_map_encoder() {
   return encode;
 }
 
-// Do rows of p follow one another at one stride, on 16 bytes, as a tensor map wants them?
+// The distance between rows of p, all KV heads' in a line, if there is one; 0 if there is not.
+inline int64_t row_stride(Params const& params) {
+  DenseOperand const& p = params.dense;
+  int64_t tokens = params.work.query_tokens.divisor, heads = int64_t{params.work.group} * params.sparse.kv_heads;
+  if (tokens == 1) return heads == 1 ? params.sparse.tokens * 16 : p.stride_head;  // of one row: any
+  return heads == 1 || p.stride_head == tokens * p.stride_token ? p.stride_token : 0;
+}
+
+// Do the rows lie as a tensor map wants them, on 16 bytes, every stride a multiple of the one before?
 inline bool fits_tensor_map(Params const& params) {
   DenseOperand const& p = params.dense;
-  Work const& work = params.work;
   int units = 16 / dtype_bytes(p.dtype);
-  bool one_token = work.query_tokens.divisor == 1, one_batch = params.sparse.batch == 1;
-  int64_t row_stride = one_token ? p.stride_head : p.stride_token;
-  return reinterpret_cast<uintptr_t>(p.data) % 16 == 0 && row_stride > 0 && row_stride % units == 0 &&
-         (one_token || p.stride_head == work.query_tokens.divisor * p.stride_token) &&
-         (one_batch || (p.stride_batch > 0 && p.stride_batch % units == 0));
+  int64_t stride = row_stride(params);
+  return reinterpret_cast<uintptr_t>(p.data) % 16 == 0 && params.sparse.tokens <= INT32_MAX && stride > 0 &&
+         stride % units == 0 && (params.sparse.batch == 1 || (p.stride_batch > 0 && p.stride_batch % stride == 0));
 }
 
 inline TmaParams with_tensor_map(Params const& from, Config const& config) {
@@ -48,18 +53,15 @@ inline TmaParams with_tensor_map(Params const& from, Config const& config) {
   if (!params.vectorized) return params;
   DenseOperand const& p = from.dense;
   int bytes = dtype_bytes(p.dtype);
-  int64_t row_stride = (from.work.query_tokens.divisor == 1 ? p.stride_head : p.stride_token) * bytes;
-  CUtensorMapDataType type = p.dtype == format::DType::kFloat32    ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
+  cuuint64_t stride = row_stride(from) * bytes, batch_stride = from.sparse.batch == 1 ? stride : p.stride_batch * bytes;
+  CUtensorMapDataType type = p.dtype == format::DType::kFloat32   ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
                              : p.dtype == format::DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
                                                                   : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   auto rows = static_cast<cuuint64_t>(from.sparse.kv_heads) * from.work.rows;
-  cuuint64_t sizes[3] = {static_cast<cuuint64_t>(from.sparse.tokens), rows,
-                         static_cast<cuuint64_t>(from.sparse.batch)};
-  cuuint64_t strides[2] = {static_cast<cuuint64_t>(row_stride), from.sparse.batch == 1
-                                                                    ? static_cast<cuuint64_t>(row_stride)
-                                                                    : static_cast<cuuint64_t>(p.stride_batch * bytes)};
-  cuuint32_t box[3] = {static_cast<cuuint32_t>(dense_row_elements(p.dtype)),
-                       static_cast<cuuint32_t>(params.box_rows), 1};
+  cuuint64_t sizes[3] = {static_cast<cuuint64_t>(from.sparse.tokens), rows, static_cast<cuuint64_t>(from.sparse.batch)};
+  cuuint64_t strides[2] = {stride, batch_stride};
+  cuuint32_t box[3] = {static_cast<cuuint32_t>(dense_row_elements(p.dtype)), static_cast<cuuint32_t>(params.box_rows),
+                       1};
   cuuint32_t steps[3] = {1, 1, 1};
   CUresult result = tensor_map_encoder()(&params.dense_map, type, 3, const_cast<void*>(p.data), sizes, strides, box,
                                          steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE,

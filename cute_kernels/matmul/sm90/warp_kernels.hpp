@@ -1,5 +1,5 @@
-// The kernels of CC 9.0 in which warps multiply whole tiles (mma.sync), for few query rows: a producer warp beside
-// workers that each read their own piece's tiles from the common ring.
+// The kernels of CC 9.0 in which warps multiply whole tiles (mma.sync), for few query rows: producer warps beside
+// workers that each read their own piece's tiles from their own stages.
 #pragma once
 
 #include "cute_kernels/matmul/dense_tile.hpp"
@@ -11,8 +11,11 @@ namespace cute_kernels::matmul::sm90 {
 
 // By the registers that the compiler needs, which is less than Traits::kRegisters where it must.
 template <class Traits>
-inline constexpr int kMaxWarpgroups = Traits::kRegisters <= 124 ? 4 : Traits::kRegisters <= 168 ? 3 : 2;
+inline constexpr int kMaxWarpgroups = Traits::kRegisters <= 124   ? 4
+                                      : Traits::kRegisters <= 168 ? 3
+                                                                  : 2;
 
+inline constexpr int kMaxWorkers = 16;
 inline constexpr int kWorkersBarrier = 0;
 
 template <class Traits>
@@ -57,7 +60,7 @@ class WarpPipeline {
 
 struct WarpStorage {
   RingBarriers barriers;
-  int last_segment[16];
+  int last_segment[kMaxWorkers];
 };
 inline constexpr int kWarpFixedBytes = (sizeof(WarpStorage) + 127) / 128 * 128;
 
@@ -93,10 +96,11 @@ __global__ void __launch_bounds__(kMaxThreads<kMaxWarpgroups<Traits>>, 1)
   ptx::launch_dependents();
   run_warps<Traits>(params, shared,
                     [&](auto& pipeline, TileRange piece, int warp, WarpStorage& storage, StageRing const& ring) {
-    storage.last_segment[warp] = multiply_values<Traits, kConverts>(params, piece, pipeline);
-    pipeline.sync_workers();
-    add_up_shares<Traits>(params, ring.data, share_bytes<Traits>(), storage.last_segment, ring.params.workers, threadIdx.x);
-  });
+                      storage.last_segment[warp] = multiply_values<Traits, kConverts>(params, piece, pipeline);
+                      pipeline.sync_workers();
+                      add_up_shares<Traits>(params, ring.data, share_bytes<Traits>(), storage.last_segment,
+                                            ring.params.workers, threadIdx.x);
+                    });
 }
 
 }  // namespace cute_kernels::matmul::sm90

@@ -14,7 +14,7 @@
 namespace cute_kernels::matmul {
 
 inline constexpr int kExponentBias = 127;
-inline constexpr int kTargetExponent = 14;  // of the largest scaled |p|
+inline constexpr int kTargetExponent = 14;                  // of the largest scaled |p|
 inline constexpr int kLowest = -126 + kTargetExponent + 1;  // so that every scale is a normal number
 
 CUTE_DEVICE float power_of_two(int exponent) {  // exponent in [-126, 127]
@@ -127,7 +127,7 @@ class ProbabilityLoader {
     auto thr_mma = typename Traits::TiledMma{}.get_slice(threadIdx.x % 32);
     Tensor cB =
         make_identity_tensor(Shape<Int<Traits::kN>, Int<Traits::kK>>{});  // (BLK_N,BLK_K) -> (row, token_position)
-    Tensor tCcB = thr_mma.partition_B(cB);                                       // ((2,2),MMA_N,MMA_K)
+    Tensor tCcB = thr_mma.partition_B(cB);                                // ((2,2),MMA_N,MMA_K)
     CUTE_STATIC_ASSERT_V(shape(tCcB) == shape(tCrB));
     LaneTokens<Traits> token(stage.token_order, tCcB);
     CUTE_UNROLL
@@ -149,8 +149,10 @@ class ProbabilityLoader {
       for (int k = 0; k < size<2>(tCrB); ++k) {
         CUTE_UNROLL
         for (int v = 0; v < 4; ++v) {
-          if constexpr (std::is_same_v<P, Element>) tCrB(v, n, k) = p[token(v, k)];
-          else tCrB(v, n, k) = Element(float(p[token(v, k)]) * scale);
+          if constexpr (std::is_same_v<P, Element>)
+            tCrB(v, n, k) = p[token(v, k)];
+          else
+            tCrB(v, n, k) = Element(float(p[token(v, k)]) * scale);
         }
       }
     }

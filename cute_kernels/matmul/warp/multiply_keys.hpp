@@ -1,10 +1,10 @@
 // sparse_qk by warps: S^T = K Q^T, a tile of keys to a warp at a time.
 #pragma once
 
-#include "cute_kernels/matmul/warp/store_rows.hpp"
-#include "cute_kernels/matmul/warp/mainloop.hpp"
 #include "cute_kernels/matmul/stage.hpp"
 #include "cute_kernels/matmul/tile_scheduler.hpp"
+#include "cute_kernels/matmul/warp/mainloop.hpp"
+#include "cute_kernels/matmul/warp/store_rows.hpp"
 
 namespace cute_kernels::matmul {
 
@@ -21,7 +21,7 @@ CUTE_DEVICE void load_queries(Params const& params, Segment const& segment, Frag
   auto thr_mma = typename Traits::TiledMma{}.get_slice(threadIdx.x % 32);
   Tensor cB =
       make_identity_tensor(Shape<Int<Traits::kN>, Int<Traits::kK>>{});  // (BLK_N,BLK_K) -> (row, channel_position)
-  Tensor tCcB = thr_mma.partition_B(cB);                                       // ((2,2),MMA_N,MMA_K)
+  Tensor tCcB = thr_mma.partition_B(cB);                                // ((2,2),MMA_N,MMA_K)
   CUTE_STATIC_ASSERT_V(shape(tCcB) == shape(tCrB));
   CUTE_STATIC_ASSERT_V((shape<0>(tCcB) == Shape<_2, _2>{}));  // two neighbouring channels, then 8 further on
   uint8_t const* channel_order = params.sparse.channel_order + int64_t{segment.head} * Traits::kHeadDim;
@@ -55,8 +55,8 @@ CUTE_DEVICE void store_logits(Params const& params, Segment const& segment, int 
   int lane = threadIdx.x % 32;
   auto thr_mma = typename Traits::TiledMma{}.get_slice(lane);
   Tensor cC =
-      make_identity_tensor(Shape<Int<Traits::kM>, Int<Traits::kN>>{});         // (BLK_M,BLK_N) -> (token_position, row)
-  Tensor tCcC = thr_mma.partition_C(cC);                                       // ((2,2),MMA_M,MMA_N)
+      make_identity_tensor(Shape<Int<Traits::kM>, Int<Traits::kN>>{});  // (BLK_M,BLK_N) -> (token_position, row)
+  Tensor tCcC = thr_mma.partition_C(cC);                                // ((2,2),MMA_M,MMA_N)
   CUTE_STATIC_ASSERT_V(shape(tCcC) == shape(tCrC));
   CUTE_STATIC_ASSERT_V(
       (shape<0>(tCcC) == Shape<_2, _2>{}));  // two neighbouring rows of query, then 8 positions further on

@@ -1,10 +1,9 @@
 // The compile-time shape of a product kernel.
 #pragma once
 
-#include <type_traits>
-
 #include <cute/atom/mma_atom.hpp>
 #include <cute/tensor.hpp>
+#include <type_traits>
 
 #include "cute_kernels/format/codec.hpp"
 
@@ -14,8 +13,8 @@ using namespace cute;
 using format::Role;
 
 template <class Element>
-using MmaOp = std::conditional_t<std::is_same_v<Element, half_t>, SM80_16x8x16_F32F16F16F32_TN,
-                                 SM80_16x8x16_F32BF16BF16F32_TN>;
+using MmaOp =
+    std::conditional_t<std::is_same_v<Element, half_t>, SM80_16x8x16_F32F16F16F32_TN, SM80_16x8x16_F32BF16BF16F32_TN>;
 
 // A warp multiplies whole tiles: the compressed tile is A, N query rows are B. Accumulators are S^T (tokens x rows) or
 // O^T (channels x rows).
@@ -34,8 +33,8 @@ struct Traits {
   static_assert(size(TiledMma{}) == 32);
 
   // The packed layout was derived from the fp16 atom; every atom used must agree on A.
-  static_assert(std::is_same_v<typename MMA_Traits<MmaOp<Element>>::ALayout,
-                               typename MMA_Traits<format::TileMmaAtom>::ALayout>);
+  static_assert(
+      std::is_same_v<typename MMA_Traits<MmaOp<Element>>::ALayout, typename MMA_Traits<format::TileMmaAtom>::ALayout>);
 
   // A step decodes two bitmap words of a lane side by side: 64 elements, 8 MMA atoms.
   static constexpr int kStepAtoms = 2 * format::kWordElements / 8;

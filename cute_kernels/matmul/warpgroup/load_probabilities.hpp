@@ -1,5 +1,5 @@
-// P^T of a tile as WGMMA's B operand in shared memory: tokens put in the tile's order, values brought to the element type
-// of V. The scale of a converted p is that of ../warp/load_probabilities.hpp.
+// P^T of a tile as WGMMA's B operand in shared memory: tokens put in the tile's order, values brought to the element
+// type of V. The scale of a converted p is that of ../warp/load_probabilities.hpp.
 #pragma once
 
 #include "cute_kernels/matmul/warp/load_probabilities.hpp"
@@ -16,17 +16,17 @@ class ProbabilityLoader {
     __syncwarp();
   }
 
-  // Writes sB(row, position), a warp a row, two positions a lane. Rows beyond the last stay as they are: they reach only
-  // accumulators that are never stored.
+  // Writes sB(row, position), a warp a row, two positions a lane. Rows beyond the last stay as they are: they reach
+  // only accumulators that are never stored.
   template <class TensorB>
-  CUTE_DEVICE void put_in_order(Params const& params, Segment const& segment, int tile, Worker const& worker,
-                                Stage stage, TensorB&& sB /* (BLK_N,BLK_K) */, int turn) {
+  CUTE_DEVICE void put_in_order(Params const& params, Segment const& segment, int tile, int warp, Stage stage,
+                                TensorB&& sB /* (BLK_N,BLK_K) */, int turn) {
     if constexpr (!kConverts) {
-      put_as<Element>(params, segment, tile, worker, stage, sB, turn);
+      put_as<Element>(params, segment, tile, warp, stage, sB, turn);
     } else {
       visit_dtype(params.dense.dtype, [&](auto type) {
         using P = decltype(type);
-        if constexpr (!std::is_same_v<P, Element>) put_as<P>(params, segment, tile, worker, stage, sB, turn);
+        if constexpr (!std::is_same_v<P, Element>) put_as<P>(params, segment, tile, warp, stage, sB, turn);
       });
     }
     cutlass::arch::fence_view_async_shared();
@@ -82,41 +82,54 @@ class ProbabilityLoader {
   }
 
   template <class P, class TensorB>
-  CUTE_DEVICE void put_as(Params const& params, Segment const& segment, int tile, Worker const& worker, Stage stage,
-                          TensorB& sB, int turn) {
-    int lane = threadIdx.x % 32;
-    int64_t first_token = int64_t{tile - segment.tiles.begin} * format::kTileTokens;
-    int tokens = static_cast<int>(min(int64_t{format::kTileTokens}, params.sparse.tokens - first_token));
-    auto const* dense = static_cast<P const*>(params.dense.data) + first_token +
-                        dense_head_offset(params.dense, params.work, segment.head);
-    uchar2 token = *reinterpret_cast<uchar2 const*>(stage.token_order + 2 * lane);
-    CUTE_UNROLL
-    for (int i = 0; i < kRowsAWarp; ++i) {
-      int row = worker.warp + i * kWarpgroupWarps;
-      if (row < segment.rows) {
-        auto const* p = reinterpret_cast<P const*>(stage.dense_rows + row * dense_row_bytes(params.dense.dtype));
-        if (!params.vectorized) p = dense + dense_row_offset(params.dense, params.work, segment.first_row + row);
-        P pair[2] = {token.x < tokens ? p[token.x] : P(0.f), token.y < tokens ? p[token.y] : P(0.f)};
-        float scale = 1;
-        if constexpr (kScales) {  // a NaN needs no scale
-          float largest = fmaxf(fmaxf(fabsf(float(pair[0])), fabsf(float(pair[1]))), 0.f);
-          int exponent = static_cast<int>(__reduce_max_sync(~0u, __float_as_uint(largest)) >> 23) - kExponentBias;
-          exponent = max(storage_.seen[row], min(exponent, kExponentBias));
-          scale = power_of_two(kTargetExponent - exponent);
-          __syncwarp();
-          if (lane == 0) storage_.seen[row] = storage_.exponent[turn][row] = exponent;
-        }
-        alignas(4) Element values[2];
-        CUTE_UNROLL
-        for (int j = 0; j < 2; ++j) {
-          if constexpr (std::is_same_v<P, Element>) values[j] = pair[j];
-          else values[j] = Element(float(pair[j]) * scale);
-        }
-        *reinterpret_cast<uint32_t*>(&sB(row, 2 * lane)) = *reinterpret_cast<uint32_t const*>(values);
-      } else if (kScales && lane == 0) {
-        storage_.exponent[turn][row] = kLowest;
+  CUTE_DEVICE void put_as(Params const& params, Segment const& segment, int tile, int warp, Stage stage, TensorB& sB,
+                          int turn) {
+    uchar2 token = *reinterpret_cast<uchar2 const*>(stage.token_order + 2 * (threadIdx.x % 32));
+    if (params.vectorized) {  // tokens beyond the last came as zeros
+      constexpr int kRowElements = dense_row_elements(std::is_same_v<P, float> ? DType::kFloat32 : DType::kFloat16);
+      auto const* p = reinterpret_cast<P const*>(stage.dense_rows) + warp * kRowElements;
+      CUTE_UNROLL
+      for (int i = 0; i < kRowsAWarp; ++i, p += kWarpgroupWarps * kRowElements) {
+        int row = warp + i * kWarpgroupWarps;
+        if (row < segment.rows) put_row(row, p[token.x], p[token.y], sB, turn);
+      }
+    } else {
+      int64_t first_token = int64_t{tile - segment.tiles.begin} * format::kTileTokens;
+      int64_t tokens = params.sparse.tokens - first_token;
+      auto const* p = static_cast<P const*>(params.dense.data) + first_token +
+                      dense_head_offset(params.dense, params.work, segment.head);
+      CUTE_NO_UNROLL
+      for (int row = warp; row < segment.rows; row += kWarpgroupWarps) {
+        auto const* from = p + dense_row_offset(params.dense, params.work, segment.first_row + row);
+        put_row(row, token.x < tokens ? from[token.x] : P(0.f), token.y < tokens ? from[token.y] : P(0.f), sB, turn);
       }
     }
+    if constexpr (kScales) {
+      int row = warp + threadIdx.x % 32 * kWarpgroupWarps;
+      if (row >= segment.rows && row < Traits::kN) storage_.exponent[turn][row] = kLowest;
+    }
+  }
+
+  template <class P, class TensorB>
+  CUTE_DEVICE void put_row(int row, P p0, P p1, TensorB& sB, int turn) {
+    int lane = threadIdx.x % 32;
+    float scale = 1;
+    if constexpr (kScales) {  // a NaN needs no scale
+      float largest = fmaxf(fmaxf(fabsf(float(p0)), fabsf(float(p1))), 0.f);
+      int exponent = static_cast<int>(__reduce_max_sync(~0u, __float_as_uint(largest)) >> 23) - kExponentBias;
+      exponent = max(storage_.seen[row], min(exponent, kExponentBias));
+      scale = power_of_two(kTargetExponent - exponent);
+      __syncwarp();
+      if (lane == 0) storage_.seen[row] = storage_.exponent[turn][row] = exponent;
+    }
+    auto converted = [&](P p) {
+      if constexpr (std::is_same_v<P, Element>)
+        return p;
+      else
+        return Element(float(p) * scale);
+    };
+    alignas(4) Element values[2] = {converted(p0), converted(p1)};
+    *reinterpret_cast<uint32_t*>(&sB(row, 2 * lane)) = *reinterpret_cast<uint32_t const*>(values);
   }
 };
 

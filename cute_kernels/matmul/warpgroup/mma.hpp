@@ -24,8 +24,10 @@ class QuarterTile {
     Tensor tCrA = make_tensor<Element>(Shape<Shape<_2, _2, _2>, _1, Int<kAtoms>>{});
     Tensor registers = coalesce(recast<uint32_t>(tCrA));
     CUTE_STATIC_ASSERT_V(size(registers) == Int<4 * kAtoms>{});
-    if constexpr (Traits::kStepWords == 2) decompress64(word(2 * step), word(2 * step + 1), at_, registers);
-    else decompress32(word(step), at_, registers);
+    if constexpr (Traits::kStepWords == 2)
+      decompress64(word(2 * step), word(2 * step + 1), at_, registers);
+    else
+      decompress32(word(step), at_, registers);
     return tCrA;
   }
 
@@ -42,8 +44,7 @@ class QuarterTile {
 // tCrC += the step's atoms times B. Does not wait.
 template <class Traits, class FragmentA, class FragmentB, class FragmentC>
 CUTE_DEVICE void multiply_step(int step, FragmentA const& tCrA /* (MMA,1,ATOMS) */,
-                               FragmentB const& tCrB /* (MMA,MMA_N,MMA_K) */,
-                               FragmentC& tCrC /* (MMA,MMA_M,MMA_N) */) {
+                               FragmentB const& tCrB /* (MMA,MMA_N,MMA_K) */, FragmentC& tCrC /* (MMA,MMA_M,MMA_N) */) {
   CUTE_STATIC_ASSERT_V(size<1>(tCrB) == _1{});
   CUTE_STATIC_ASSERT_V(size<2>(tCrB) == Int<Traits::kK / 16>{});
   CUTE_STATIC_ASSERT_V(size<1>(tCrC) == Int<Traits::kBlocksM>{});

@@ -24,7 +24,7 @@ CUTE_DEVICE void multiply_values(TmaParams const& params, WarpgroupStorage<Trait
     for (int first = tile, end = min(segment.tiles.end, worker.piece.end); tile < end; ++tile, buffer ^= 1) {
       turn = turn == kTurns - 1 ? 0 : turn + 1;
       Stage stage = worker.reader.wait();
-      probabilities.put_in_order(params, segment, tile, worker, stage, sB(_, _, buffer), turn);
+      probabilities.put_in_order(params, segment, tile, worker.warp, stage, sB(_, _, buffer), turn);
       QuarterTile<Traits> quarter(stage.block, worker.warp);
       CUTE_UNROLL
       for (int step = 0; step < Traits::kSteps; ++step) {
@@ -40,8 +40,7 @@ CUTE_DEVICE void multiply_values(TmaParams const& params, WarpgroupStorage<Trait
       warpgroup_fence_operand(tCrC);
     }
     probabilities.finish(turn, tCrC);
-    leave_partial<Traits>(params, segment, worker.piece, blockIdx.x * params.workers + worker.index, worker.warp,
-                          tCrC);
+    leave_partial<Traits>(params, segment, worker.piece, blockIdx.x * params.workers + worker.index, worker.warp, tCrC);
   }
 }
 

@@ -1,11 +1,10 @@
 // The compile-time shape of sparse_av by warpgroups (CC 9.0), for many query rows.
 #pragma once
 
-#include <type_traits>
-
 #include <cute/arch/mma_sm90.hpp>
 #include <cute/atom/mma_atom.hpp>
 #include <cute/tensor.hpp>
+#include <type_traits>
 
 #include "cute_kernels/matmul/sm90/roles.hpp"
 
@@ -16,8 +15,8 @@ using format::Role;
 using sm90::kWarpgroupThreads;
 using sm90::kWarpgroupWarps;
 
-// A warpgroup multiplies whole tiles of values with WGMMA: A, the compressed tile, comes from registers, a quarter of the
-// channels from each warp; B, N rows of p, lies in shared memory, swizzled. Accumulators are O^T (channels x rows).
+// A warpgroup multiplies whole tiles of values with WGMMA: A, the compressed tile, comes from registers, a quarter of
+// the channels from each warp; B, N rows of p, lies in shared memory, swizzled. Accumulators are O^T (channels x rows).
 template <class Element_, int kHeadDim_, int kN_>
 struct Traits {
   using Element = Element_;
@@ -36,8 +35,8 @@ struct Traits {
   using SmemLayoutB = decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{},
                                              Shape<Int<kN>, Int<kK>, _2>{}));  // (BLK_N,BLK_K,PIPE)
 
-  // A warp decodes a quarter of the tile's bitmap words, two at a time where there are two. A word is 16 channels by all
-  // tokens: the 4 atoms along K of one block of M.
+  // A warp decodes a quarter of the tile's bitmap words, two at a time where there are two. A word is 16 channels by
+  // all tokens: the 4 atoms along K of one block of M.
   static constexpr int kWords = format::bitmap_rows(kHeadDim) / kWarpgroupWarps;
   static_assert(kWords == kBlocksM);
   static constexpr int kStepWords = kWords < 2 ? kWords : 2;

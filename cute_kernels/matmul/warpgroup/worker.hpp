@@ -10,14 +10,14 @@ using sm90::RingReader;
 using sm90::StageRing;
 using sm90::TmaParams;
 
-// Tiles take turns at places for their exponents: while some warps still read those of a tile and the tile before, others
-// write those of the next.
+// Tiles take turns at places for their exponents: while some warps still read those of a tile and the tile before,
+// others write those of the next.
 inline constexpr int kTurns = 3;
 
 template <class Traits>
 struct WarpgroupStorage {
   alignas(1024) typename Traits::Element b[cosize_v<typename Traits::SmemLayoutB>];
-  int seen[Traits::kN];  // largest exponents of the rows of p so far, see ProbabilityLoader
+  int seen[Traits::kN];              // largest exponents of the rows of p so far, see ProbabilityLoader
   int exponent[kTurns][Traits::kN];  // the same as of a tile
 };
 
