@@ -46,6 +46,7 @@ def test_broken_markers_are_left_alone(text):
 
 
 def test_the_best_complete_backend_is_quoted(h200):
+    h200 = [row for row in h200 if row.backend == "sm80"]
     faster = [moved(row, backend="sm90", ratio=1.1 * row.ratio) for row in h200]
     assert "`sm90` backend" in readme.figures_block(h200 + faster, "x")
     incomplete = [row for row in faster if row.op == "sparse_qk"]

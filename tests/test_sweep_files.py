@@ -89,8 +89,8 @@ def test_compare_lists_what_moved_beyond_noise(committed):
     assert sum("the machine moved" in line for line in lines) == 1
     assert sum("ok -> inaccurate" in line for line in lines) == 1
     assert "-20.0%" in lines[3]
-    assert lines[4] == ("3 of 89 rows moved beyond noise, 2 for the worse; 0 only in the new sweep, 1 only in the old "
-                        "one")
+    assert lines[4] == (f"3 of {len(new)} rows moved beyond noise, 2 for the worse; 0 only in the new sweep, 1 only in the "
+                        "old one")
 
 
 def test_noise_is_at_least_the_spread(committed):
