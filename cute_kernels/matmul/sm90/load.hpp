@@ -1,5 +1,5 @@
-// The load side of CC 9.0: four warps fill the workers' stages by TMA. One would not keep up: a tile costs it some 500
-// clocks, as long as an SM has for one.
+// The load side of CC 9.0: four warps fill the workers' stages by TMA. With one the kernels took over 500
+// clocks a tile, of which an SM has 450.
 //
 // A bulk copy brings a tile's block whole, another its token order; a tensor copy brings its columns of p, tokens in
 // their own order: the order within the tile differs from tile to tile, which no tensor copy can follow.
@@ -29,8 +29,8 @@ struct Slot {
     TileRange piece = ring.piece(worker);
     int tile = piece.begin + turn;
     if (tile >= piece.end) return;
-    RingPosition at(ring.params, worker, turn);
-    stage = at.stage, phase = at.phase;
+    int stages = ring.params.stages.count;
+    stage = worker * stages + turn % stages, phase = turn / stages & 1;
     storage = static_cast<int>(storage_tile(work, tile));
     begin = __ldg(ring.params.sparse.row_offsets + storage);
     rows = __ldg(ring.params.sparse.row_offsets + storage + 1) - begin;

@@ -1,4 +1,4 @@
-// The ring of stages that the producer fills and the CTA's workers, warps or warpgroups, read in turn.
+// The stages that producers fill for the CTA's workers, warps or warpgroups: a few for each worker, in a ring.
 #pragma once
 
 #include <cutlass/arch/barrier.h>
@@ -17,22 +17,13 @@ inline constexpr int kProducers = 4;   // warps; worker w is served by producer 
 // Every worker has stages of its own: a barrier's parity tells one phase from the next only, so whoever waits at it
 // must see every phase.
 struct RingBarriers {
-  cutlass::arch::ClusterTransactionBarrier full[kMaxStages];  // the producer's arrival and the bytes of the tile
+  cutlass::arch::ClusterTransactionBarrier full[kMaxStages];  // a producer's arrival and the bytes of the tile
   cutlass::arch::ClusterBarrier empty[kMaxStages];            // one arrival from every warp of the worker
 
   CUTE_DEVICE void init(int stages, int warps_a_worker) {
     for (int i = 0; i < stages; ++i) full[i].init(1), empty[i].init(warps_a_worker);
     cutlass::arch::fence_barrier_init();
   }
-};
-
-// Where a worker's i-th tile passes.
-struct RingPosition {
-  int stage;
-  uint32_t phase;
-
-  CUTE_DEVICE RingPosition(TmaParams const& params, int worker, int tile)
-      : stage(worker * params.stages.count + tile % params.stages.count), phase(tile / params.stages.count & 1) {}
 };
 
 struct StageRing {

@@ -1,4 +1,4 @@
-// The roles of a CTA's warps: a producer, and workers in the warpgroups beside it.
+// The roles of a CTA's warps: a warpgroup of producers, and workers in those beside it.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -10,7 +10,7 @@ namespace cute_kernels::matmul::sm90 {
 inline constexpr int kWarpgroupThreads = 128;
 inline constexpr int kWarpgroupWarps = 4;
 
-// Registers of a thread, by how many warpgroups work beside the producer's: what the compiler may use at launch, dealt
+// Registers of a thread, by how many warpgroups work beside the producers': what the compiler may use at launch, dealt
 // anew by setmaxnreg.
 template <int kWarpgroups>
 struct RegisterBudget;

@@ -11,7 +11,6 @@ template <class Traits>
 class QuarterTile {
  public:
   using Element = typename Traits::Element;
-  using TiledMma = typename Traits::TiledMma;
   static constexpr int kAtoms = Traits::kStepWords * Traits::kWordAtoms;
 
   CUTE_DEVICE QuarterTile(uint8_t const* block, int warp)

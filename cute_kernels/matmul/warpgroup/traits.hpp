@@ -11,7 +11,6 @@
 namespace cute_kernels::matmul::warpgroup {
 
 using namespace cute;
-using format::Role;
 using sm90::kWarpgroupThreads;
 using sm90::kWarpgroupWarps;
 
