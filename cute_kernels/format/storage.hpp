@@ -1,4 +1,4 @@
-// The storage of one SparseKV as kernels see it: plain pointers and sizes, no ownership.
+// Compressed storage as kernels see it, that of one SparseKV or a pool of pages: plain pointers and sizes, no ownership.
 #pragma once
 
 #include <cstdint>
@@ -8,6 +8,16 @@
 namespace cute_kernels::format {
 
 enum class DType : int { kFloat16 = 0, kBFloat16 = 1, kFloat32 = 2 };
+
+// A pool's tiles lie in slots of equal size, wherever there was one free. A page is the slots of `tiles_per_page`
+// consecutive tiles of a sequence, for all KV heads: slot = (page * kv_heads + head) * tiles_per_page + tile in page.
+// row_offsets then holds the rows of every slot's block, and token_order is (slots, 64).
+struct Pages {
+  const int32_t* table = nullptr;  // (sequences, pages_per_sequence): page, -1 where there is none; null: no pool
+  int pages_per_sequence = 0;
+  int tiles_per_page = 0;
+  int slot_rows = 0;  // from one slot's block to the next
+};
 
 struct SparseView {
   const uint32_t* blocks;        // (rows, 32): the tiles' blocks, one after the other
@@ -22,10 +32,24 @@ struct SparseView {
   int head_dim;         // as the user sees it
   int padded_head_dim;  // as the tiles hold it: 64, 128 or 256
   int max_tile_rows;    // of any block in this storage, bitmap rows included
+  Pages pages = {};     // of a pool: batch counts its sequences, tokens those that a sequence can have
 
   CUTE_HOST_DEVICE int64_t tiles_per_head() const { return (tokens + kTileTokens - 1) / kTileTokens; }
   CUTE_HOST_DEVICE int64_t heads() const { return int64_t{batch} * kv_heads; }
   CUTE_HOST_DEVICE int64_t tiles() const { return heads() * tiles_per_head(); }
+
+  // Where a sequence's tile lies: its index in the storage, and the first row and the rows of its block.
+  CUTE_HOST_DEVICE int64_t tile_index(int sequence, int kv_head, int tile) const {
+    if (!pages.table) return (int64_t{sequence} * kv_heads + kv_head) * tiles_per_head() + tile;
+    int64_t page = pages.table[int64_t{sequence} * pages.pages_per_sequence + tile / pages.tiles_per_page];
+    return (page * kv_heads + kv_head) * pages.tiles_per_page + tile % pages.tiles_per_page;
+  }
+  CUTE_HOST_DEVICE int64_t first_row(int64_t index) const {
+    return pages.table ? index * pages.slot_rows : row_offsets[index];
+  }
+  CUTE_HOST_DEVICE int rows(int64_t index) const {
+    return pages.table ? row_offsets[index] : row_offsets[index + 1] - row_offsets[index];
+  }
 };
 
 }  // namespace cute_kernels::format
