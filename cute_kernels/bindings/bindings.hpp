@@ -10,5 +10,6 @@ void bind_cpu(pybind11::module_& m);     // _C.cpu
 #if CUTE_KERNELS_CUDA
 void bind_cuda(pybind11::module_& m);  // _C.cuda
 #endif
+void bind_attention(pybind11::module_& m);  // _C.Window and sparse_attention, after the modules that it goes into
 
 }  // namespace cute_kernels::bindings

@@ -10,6 +10,7 @@
 
 #include "cute_kernels/bindings/bindings.hpp"
 #include "cute_kernels/compress/compress.hpp"
+#include "cute_kernels/dispatch/device.hpp"
 #include "cute_kernels/dispatch/products.hpp"
 
 namespace py = pybind11;

@@ -55,4 +55,5 @@ PYBIND11_MODULE(_C, m) {
 #if CUTE_KERNELS_CUDA
   cute_kernels::bindings::bind_cuda(m);
 #endif
+  cute_kernels::bindings::bind_attention(m);
 }

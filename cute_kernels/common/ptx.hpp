@@ -81,8 +81,20 @@ CUTE_DEVICE int dot2_high(uint32_t halves, uint32_t bytes, int sum) {
   return sum;
 }
 
+// 2^x within 2 units of the last place; results below the smallest normal number are 0.
+CUTE_DEVICE float exp2_approximate(float x) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
 // Keeps the compiler from moving memory accesses across.
 CUTE_DEVICE void compiler_fence() { asm volatile("" ::: "memory"); }
+
+// `threads` of the CTA, a multiple of 32, meet at a barrier of their own, 0 to 15. CUTLASS has it for CC 9.0 only.
+CUTE_DEVICE void named_barrier(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
 
 // L2 policy of data that is read once.
 CUTE_DEVICE uint64_t evict_first_policy() {

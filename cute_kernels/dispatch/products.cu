@@ -1,8 +1,5 @@
-#include <array>
-#include <mutex>
-
-#include "cute_kernels/common/error.hpp"
 #include "cute_kernels/common/numeric.hpp"
+#include "cute_kernels/dispatch/device.hpp"
 #include "cute_kernels/dispatch/products.hpp"
 #include "cute_kernels/matmul/combine.hpp"
 #include "cute_kernels/matmul/stage.hpp"
@@ -11,31 +8,6 @@ namespace cute_kernels::dispatch {
 namespace {
 
 using format::Role;
-
-DeviceLimits current_device() {
-  constexpr int kMaxDevices = 64;
-  static std::array<DeviceLimits, kMaxDevices> known;
-  static std::array<std::once_flag, kMaxDevices> once;
-  int device = 0;
-  check_cuda(cudaGetDevice(&device), "cudaGetDevice");
-  if (device >= kMaxDevices) throw std::runtime_error("device index " + std::to_string(device) + " is not below 64");
-  std::call_once(once[device], [&] {
-    auto attribute = [&](cudaDeviceAttr which) {
-      int value = 0;
-      check_cuda(cudaDeviceGetAttribute(&value, which, device), "cudaDeviceGetAttribute");
-      return value;
-    };
-    DeviceLimits& limits = known[device];
-    limits.multiprocessors = attribute(cudaDevAttrMultiProcessorCount);
-    limits.shared_bytes = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
-    limits.major = attribute(cudaDevAttrComputeCapabilityMajor);
-    limits.minor = attribute(cudaDevAttrComputeCapabilityMinor);
-    // The combine waits for the product kernel only in code for 9.0: PTX for 8.0 that a driver compiles must not
-    // overlap it.
-    limits.programmatic_launch = CUTE_KERNELS_HAVE_SM90A && limits.major == 9 && limits.minor == 0;
-  });
-  return known[device];
-}
 
 struct Kernels {
   int max_rows;    // query rows a pass takes at most
@@ -87,20 +59,13 @@ Kernels kernels_for_view(format::SparseView const& view) {
 }
 
 Kernels find_kernels(std::string const& backend, format::SparseView const& view, DeviceLimits const& device) {
-  std::string capability = std::to_string(device.major) + "." + std::to_string(device.minor);
-#if CUTE_KERNELS_HAVE_SM80
-  if (backend == "sm80") {
-    if (device.major >= 8) return kernels_for_view<Sm80>(view);
-    throw std::runtime_error("backend 'sm80' needs compute capability 8.0 or higher, this device has " + capability);
-  }
-#endif
+  require_backend(backend, device);
 #if CUTE_KERNELS_HAVE_SM90A
-  if (backend == "sm90") {
-    if (device.major == 9 && device.minor == 0) return kernels_for_view<Sm90>(view);
-    throw std::runtime_error("backend 'sm90' needs compute capability 9.0, this device has " + capability);
-  }
+  if (backend == "sm90") return kernels_for_view<Sm90>(view);
 #endif
-  throw std::runtime_error("backend '" + backend + "' is not built into this extension");
+#if CUTE_KERNELS_HAVE_SM80
+  return kernels_for_view<Sm80>(view);
+#endif
 }
 
 bool is_aligned(void const* pointer, int bytes) { return reinterpret_cast<uintptr_t>(pointer) % bytes == 0; }
@@ -114,10 +79,6 @@ bool vectorizes(Product const& p) {
 }
 
 }  // namespace
-
-bool has_backend(std::string const& backend) {
-  return (backend == "sm80" && CUTE_KERNELS_HAVE_SM80) || (backend == "sm90" && CUTE_KERNELS_HAVE_SM90A);
-}
 
 int64_t workspace_bytes(format::SparseView const& view, int query_heads, int query_tokens, std::string const& backend) {
   if (view.role == Role::kKey) return 0;

@@ -17,9 +17,6 @@ struct Product {
   void* workspace;          // sparse_av: workspace_bytes() bytes
 };
 
-// Is a backend, "sm80" or "sm90", compiled into this library?
-bool has_backend(std::string const& backend);
-
 // Of sparse_av on the current device; sparse_qk needs none.
 int64_t workspace_bytes(format::SparseView const& view, int query_heads, int query_tokens, std::string const& backend);
 

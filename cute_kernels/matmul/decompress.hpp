@@ -45,21 +45,22 @@ CUTE_DEVICE void decompress4(uint32_t word, StreamCursor& at, uint32_t& r0, uint
   r1 = ptx::permute_bytes(ptx::load_shared_u16(at.even), ptx::load_shared_u16(at.odd), selectors >> 16);
 }
 
-// Where the lane's values of a quarter of the tile begin: counts of the words before it.
-template <int HeadDim>
-CUTE_DEVICE StreamCursor first_values_of_quarter(uint32_t lane_column, int quarter) {
-  constexpr int kWords = format::bitmap_rows(HeadDim) / 4;  // of a quarter
+// Where the lane's values begin in one of kParts equal parts of the tile's elements: counts of the words before it.
+template <int HeadDim, int kParts>
+CUTE_DEVICE StreamCursor first_values_of_part(uint32_t lane_column, int part) {
+  constexpr int kWords = format::bitmap_rows(HeadDim) / kParts;  // of a part
   constexpr uint32_t kEvenBytes = 0x6420, kOddBytes = 0x7531;
+  StreamCursor at = first_values<HeadDim>(lane_column);
+  if constexpr (kParts == 1) return at;
   int even = 0, odd = 0;
   CUTE_UNROLL
-  for (int word = 0; word < 3 * kWords; word += kWords < 2 ? 1 : 2) {
-    if (word >= quarter * kWords) break;
+  for (int word = 0; word < (kParts - 1) * kWords; word += kWords < 2 ? 1 : 2) {
+    if (word >= part * kWords) break;
     uint32_t word0 = ptx::load_shared_u32(lane_column + word * format::kRowBytes);
     uint32_t word1 = kWords < 2 ? 0 : ptx::load_shared_u32(lane_column + (word + 1) * format::kRowBytes);
     even += __popc(ptx::permute_bytes(word0, word1, kEvenBytes));
     odd += __popc(ptx::permute_bytes(word0, word1, kOddBytes));
   }
-  StreamCursor at = first_values<HeadDim>(lane_column);
   return {at.even + even * format::kRowBytes, at.odd + odd * format::kRowBytes};
 }
 

@@ -6,22 +6,26 @@
 
 namespace cute_kernels::matmul {
 
-// accumulators += tile * B, where `block` is the tile's block in shared memory.
-template <class Traits, class FragmentB, class FragmentC>
-CUTE_DEVICE void multiply_tile(uint32_t block, FragmentB const& tCrB /* (MMA,MMA_N,MMA_K) */,
-                               FragmentC& tCrC /* (MMA,MMA_M,MMA_N) */) {
+// accumulators += part * B, where the part is one of kParts equal ones of the tile's rows along M, and `block` the
+// tile's block in shared memory.
+template <class Traits, int kParts, class FragmentB, class FragmentC>
+CUTE_DEVICE void multiply_tile_part(uint32_t block, int part, FragmentB const& tCrB /* (MMA,MMA_N,MMA_K) */,
+                                    FragmentC& tCrC /* (MMA,MMA_M of the part,MMA_N) */) {
   using Element = typename Traits::Element;
   constexpr int kAtoms = Traits::kStepAtoms;
   constexpr int kStepRows = kAtoms > Traits::kAtomsAlongK ? kAtoms / Traits::kAtomsAlongK : 1;  // blocks of 16 along M
   MMA_Atom<MmaOp<Element>> mma;
-  CUTE_STATIC_ASSERT_V(size<1>(tCrC) == Int<Traits::kM / 16>{});
+  constexpr int kSteps = Traits::kSteps / kParts;
+  static_assert(kSteps * kParts == Traits::kSteps, "parts are whole steps");
+  CUTE_STATIC_ASSERT_V(size<1>(tCrC) == Int<Traits::kM / 16 / kParts>{});
   CUTE_STATIC_ASSERT_V(size<2>(tCrC) == Int<Traits::kN / 8>{});
   CUTE_STATIC_ASSERT_V(size<2>(tCrB) == Int<Traits::kK / 16>{});
 
   uint32_t column = block + 4 * (threadIdx.x % 32);
-  StreamCursor at = first_values<Traits::kHeadDim>(column);
+  StreamCursor at = first_values_of_part<Traits::kHeadDim, kParts>(column, part);
+  column += part * 2 * kSteps * format::kRowBytes;
   CUTE_UNROLL
-  for (int step = 0; step < Traits::kSteps; ++step) {
+  for (int step = 0; step < kSteps; ++step) {
     Tensor tCrA = make_tensor<Element>(Shape<Shape<_2, _2, _2>, Int<kAtoms>>{});  // (MMA,ATOMS)
     Tensor registers = coalesce(recast<uint32_t>(tCrA));                          // (32)
     CUTE_STATIC_ASSERT_V(size(registers) == Int<32>{});
@@ -37,6 +41,13 @@ CUTE_DEVICE void multiply_tile(uint32_t block, FragmentB const& tCrB /* (MMA,MMA
       for (int n = 0; n < Traits::kN / 8; ++n) cute::gemm(mma, tCrA(_, i), tCrB(_, n, k), tCrC(_, m, n));
     }
   }
+}
+
+// accumulators += tile * B
+template <class Traits, class FragmentB, class FragmentC>
+CUTE_DEVICE void multiply_tile(uint32_t block, FragmentB const& tCrB /* (MMA,MMA_N,MMA_K) */,
+                               FragmentC& tCrC /* (MMA,MMA_M,MMA_N) */) {
+  multiply_tile_part<Traits, 1>(block, 0, tCrB, tCrC);
 }
 
 }  // namespace cute_kernels::matmul

@@ -16,7 +16,7 @@ class QuarterTile {
   CUTE_DEVICE QuarterTile(uint8_t const* block, int warp)
       : column_(cast_smem_ptr_to_uint(block) + 4 * (threadIdx.x % 32)),
         warp_(warp),
-        at_(first_values_of_quarter<Traits::kHeadDim>(column_, warp_)) {}
+        at_(first_values_of_part<Traits::kHeadDim, 4>(column_, warp_)) {}
 
   // Elements of the step's words, (MMA,1,ATOMS).
   CUTE_DEVICE auto decompress(int step) {

@@ -1,0 +1,203 @@
+// Results of segments from the workers, and CTAs, that have a share of them: O^T, the largest logit and the sum of
+// exponentials of every query row. The order of all sums is fixed, so results are the same bits from run to run.
+//
+//   crossing   a worker whose piece reaches beyond the segment's end leaves its share in partial `segment`; one a
+//   at most    segment
+//   last       the segment a piece ends in: the CTA puts its workers' shares together and leaves them in partial
+//              `segments + cta + segment` (CTAs and segments with common units form a staircase, so the sum names the
+//              pair)
+//
+// A second kernel puts a segment's partials together. Shares stay in the order of accumulators, four floats a lane and
+// atom, so that they are written and read in whole lines; only the result is put in order of channels.
+#pragma once
+
+#include "cute_kernels/attention/softmax.hpp"
+#include "cute_kernels/attention/work.hpp"
+
+namespace cute_kernels::attention {
+
+template <class Traits>
+inline constexpr int kAtomsM = Traits::kChannelBlocks;
+template <class Traits>
+inline constexpr int kAtoms = kAtomsM<Traits> * Traits::kRowBlocks;  // atom n * kAtomsM + m
+
+template <class Traits>
+using ShareLayout = Layout<Shape<_32, Int<kAtoms<Traits>>>>;  // (lane, atom) -> four accumulators
+
+template <class Traits>
+struct Share {
+  float4 accumulators[size(ShareLayout<Traits>{})];
+  float reference[Traits::kN], sum[Traits::kN];  // of softmax, by row
+};
+
+CUTE_HOST_DEVICE constexpr int64_t max_partials(int ctas, int64_t segments) { return ctas + 2 * segments; }
+CUTE_DEVICE int crossing_partial(int segment) { return segment; }
+CUTE_DEVICE int cta_partial(int segments, int cta, int segment) { return segments + cta + segment; }
+
+template <class Traits>
+CUTE_DEVICE Share<Traits>* partial_data(Params const& params, int index) {
+  return static_cast<Share<Traits>*>(params.partials) + index;
+}
+
+// Whether a lane's accumulators of an n8 block belong to rows that exist.
+CUTE_DEVICE bool has_rows(int rows, int lane, int n) { return 8 * n + 2 * (lane % 4) < rows; }
+
+// A warp's part of the channels.
+template <class Traits, class Fragment>
+CUTE_DEVICE void leave_share(Fragment const& tCrO /* (MMA,own MMA_M,MMA_N) */, OnlineSoftmax<Traits> const& softmax,
+                             int rows, int part, Share<Traits>* to) {
+  int lane = threadIdx.x % 32;
+  CUTE_UNROLL
+  for (int n = 0; n < Traits::kRowBlocks; ++n) {
+    if (!has_rows(rows, lane, n)) continue;
+    CUTE_UNROLL
+    for (int m = 0; m < Traits::kOwnChannelBlocks; ++m)
+      to->accumulators[ShareLayout<Traits>{}(lane,
+                                             n * kAtomsM<Traits> + part * Traits::kOwnChannelBlocks + m)] =
+          make_float4(tCrO(0, m, n), tCrO(1, m, n), tCrO(2, m, n), tCrO(3, m, n));
+    if (lane >= 4 || part > 0) continue;
+    CUTE_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      to->reference[8 * n + 2 * lane + i] = softmax.reference(2 * n + i);
+      to->sum[8 * n + 2 * lane + i] = softmax.sum(2 * n + i);
+    }
+  }
+}
+
+// Four accumulators of a lane and the two rows that they belong to, put together share by share.
+template <class Traits>
+struct RunningSum {
+  float reference[2] = {-INFINITY, -INFINITY}, sum[2] = {0, 0};  // of the lane's rows
+  float4 accumulators = make_float4(0, 0, 0, 0);
+
+  CUTE_DEVICE void add(float const (&other_reference)[2], float const (&other_sum)[2], float4 other) {
+    float mine[2], theirs[2];
+    CUTE_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      float larger = fmaxf(reference[i], other_reference[i]);
+      mine[i] = ptx::exp2_approximate(reference[i] - finite_reference(larger));
+      theirs[i] = ptx::exp2_approximate(other_reference[i] - finite_reference(larger));
+      reference[i] = larger;
+      sum[i] = mine[i] * sum[i] + theirs[i] * other_sum[i];
+    }
+    float4& a = accumulators;
+    a.x = mine[0] * a.x + theirs[0] * other.x, a.y = mine[1] * a.y + theirs[1] * other.y;
+    a.z = mine[0] * a.z + theirs[0] * other.z, a.w = mine[1] * a.w + theirs[1] * other.w;
+  }
+
+  // item: of ShareLayout
+  CUTE_DEVICE void add(Share<Traits> const& share, int item) {
+    int row = first_row(item);
+    add({share.reference[row], share.reference[row + 1]}, {share.sum[row], share.sum[row + 1]},
+        share.accumulators[item]);
+  }
+  CUTE_DEVICE static int first_row(int item) { return item / 32 / kAtomsM<Traits> * 8 + 2 * (item % 4); }
+};
+
+// All workers have left the shares of the segments that their pieces end in: puts together those of each run of workers
+// that ended in the same one. Called by all of the workers' threads.
+template <class Traits>
+CUTE_DEVICE void add_up_shares(Params const& params, WorkLine<Traits::kN> const& line, Share<Traits> const* shares,
+                               int const* last_segment, int threads) {
+  for (int begin = 0, end; begin < params.workers; begin = end) {
+    int index = last_segment[begin];
+    for (end = begin + 1; end < params.workers && (last_segment[end] == index || last_segment[end] < 0); ++end) {
+    }
+    if (index < 0) continue;
+    int rows = min(Traits::kN, params.rows - params.row_blocks.rem(index) * Traits::kN);
+    Share<Traits>* partial = partial_data<Traits>(params, cta_partial(line.segments(), blockIdx.x, index));
+    CUTE_NO_UNROLL
+    for (int item = threadIdx.x; item < size(ShareLayout<Traits>{}); item += threads) {
+      int row = RunningSum<Traits>::first_row(item);
+      if (row >= rows) continue;
+      RunningSum<Traits> sum;
+#pragma unroll 2
+      for (int worker = begin; worker < end; ++worker)
+        if (last_segment[worker] >= 0) sum.add(shares[worker], item);
+      partial->accumulators[item] = sum.accumulators;
+      if (item / 32 % kAtomsM<Traits> == 0 && item % 32 < 4) {
+        CUTE_UNROLL
+        for (int i = 0; i < 2; ++i)
+          partial->reference[row + i] = sum.reference[i], partial->sum[row + i] = sum.sum[i];
+      }
+    }
+  }
+}
+
+// Writes an atom of O: channels go back to their places.
+template <class Traits>
+CUTE_DEVICE void store_atom(Params const& params, Segment const& segment, int lane, int m, int n,
+                            RunningSum<Traits> const& sum) {
+  using Element = typename Traits::Element;
+  int head_dim = params.values.head_dim;
+  int64_t head = int64_t{segment.sequence} * params.keys.kv_heads + segment.kv_head;
+  uint8_t const* channel_order = params.values.channel_order + head * Traits::kHeadDim;
+  int64_t out_row = int64_t{segment.head} * params.rows + segment.first_row;
+  auto thr_mma = make_tiled_mma(format::TileMmaAtom{}).get_slice(lane);
+  Tensor tCcC =
+      thr_mma.partition_C(make_identity_tensor(Shape<_16, _8>{}))(_, 0, 0);  // (MMA) -> (channel_position, row)
+  float const accumulators[4] = {sum.accumulators.x, sum.accumulators.y, sum.accumulators.z, sum.accumulators.w};
+  float factor[2];
+  CUTE_UNROLL
+  for (int i = 0; i < 2; ++i) factor[i] = sum.reference[i] == -INFINITY ? 0 : 1 / sum.sum[i];
+  CUTE_UNROLL
+  for (int v = 0; v < 4; ++v) {
+    int channel = __ldg(channel_order + 16 * m + get<0>(tCcC(v))), row = 8 * n + get<1>(tCcC(v));
+    if (row < segment.rows && channel < head_dim)
+      static_cast<Element*>(params.out)[(out_row + row) * head_dim + channel] =
+          Element(accumulators[v] * factor[v % 2]);
+  }
+  if (m > 0 || lane >= 4 || !params.lse) return;
+  CUTE_UNROLL
+  for (int i = 0; i < 2; ++i) {
+    int row = 8 * n + 2 * lane + i;
+    constexpr float kLn2 = 0.693147180559945f;
+    if (row < segment.rows) params.lse[out_row + row] = kLn2 * (sum.reference[i] + log2f(sum.sum[i]));
+  }
+}
+
+inline constexpr int kCombineWarps = 4;
+inline constexpr int kCombineCtas = 16;  // of an SM, by registers: they are to fit in beside the attention kernel
+
+// Grid: (segments, atoms). Warp w takes partials w, w + 4, ...; warp 0 puts the warps' sums together. A programmatic
+// dependent of the attention kernel: everything up to the wait runs while that one drains.
+template <class Traits>
+__global__ void __launch_bounds__(32 * kCombineWarps, kCombineCtas) combine_partials(CUTE_GRID_CONSTANT Params const params) {
+  extern __shared__ int unit_ends[];
+  __shared__ RunningSum<Traits> sums[kCombineWarps][32];
+  WorkLine<Traits::kN> line(params, unit_ends);
+  line.prepare();
+  if (params.ragged) __syncthreads();
+  line.cut();
+  Segment segment = line.segment(blockIdx.x);
+  int atom = blockIdx.y, m = atom % kAtomsM<Traits>, n = atom / kAtomsM<Traits>;
+  if (8 * n >= segment.rows) return;
+  int first = line.cta_of(segment.units.begin), last = line.cta_of(segment.units.end - 1);
+  int last_worker = line.worker_of(last, segment.units.end - 1);
+  bool crossing = line.piece_begin(last, last_worker + 1) > segment.units.end;
+  // CTAs have put together the shares of pieces that end in the segment: those that lie before the crossing one.
+  int shares_end = crossing ? line.piece_begin(last, last_worker) : segment.units.end;
+  int warp = threadIdx.x / 32, lane = threadIdx.x % 32, item = ShareLayout<Traits>{}(lane, atom);
+  RunningSum<Traits> sum;
+  ptx::wait_for_primary();
+  if (has_rows(segment.rows, lane, n)) {
+#pragma unroll 4
+    for (int cta = first + warp; cta <= last; cta += kCombineWarps) {
+      int begin = max(segment.units.begin, line.cta_begin(cta)), end = min(shares_end, line.cta_begin(cta + 1));
+      if (begin < end) sum.add(*partial_data<Traits>(params, cta_partial(line.segments(), cta, blockIdx.x)), item);
+    }
+    if (crossing && warp == kCombineWarps - 1)
+      sum.add(*partial_data<Traits>(params, crossing_partial(blockIdx.x)), item);
+  }
+  sums[warp][lane] = sum;
+  __syncthreads();
+  if (warp > 0) return;
+  CUTE_UNROLL
+  for (int w = 1; w < kCombineWarps; ++w) {
+    RunningSum<Traits> const& other = sums[w][lane];
+    sum.add(other.reference, other.sum, other.accumulators);
+  }
+  store_atom<Traits>(params, segment, lane, m, n, sum);
+}
+
+}  // namespace cute_kernels::attention

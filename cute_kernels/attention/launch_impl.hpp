@@ -1,0 +1,59 @@
+// What the launchers of all architectures share.
+#pragma once
+
+#include "cute_kernels/attention/combine.hpp"
+#include "cute_kernels/attention/launch.hpp"
+#include "cute_kernels/common/error.hpp"
+
+namespace cute_kernels::attention {
+
+// Calls f with the traits of a (dtype, N).
+template <int kHeadDim, class F>
+auto visit_traits(format::DType dtype, int n, F&& f) {
+  auto visit_n = [&](auto element) {
+    using Element = decltype(element);
+    if constexpr (max_rows(kHeadDim) == 16) {
+      if (n == 16) return f(Traits<Element, kHeadDim, 16>{});
+    }
+    return f(Traits<Element, kHeadDim, 8>{});
+  };
+  return dtype == format::DType::kFloat16 ? visit_n(half_t{}) : visit_n(bfloat16_t{});
+}
+
+// Room that a stage must have at least: stages take their worker's share in the end.
+template <class Traits>
+constexpr int min_block_bytes(int min_stages) {
+  return (static_cast<int>(sizeof(Share<Traits>)) + min_stages - 1) / min_stages;
+}
+
+inline int unit_ends_bytes(Params const& params) {
+  return params.ragged ? (params.batch + 1) * static_cast<int>(sizeof(int)) : 0;
+}
+
+template <class Kernel>
+void launch_attention(Kernel kernel, Params const& params, Config const& config, int threads, int fixed_bytes,
+                      cudaStream_t stream) {
+  int shared_bytes =
+      fixed_bytes + params.workers * params.stages.count * params.stages.stage_bytes + unit_ends_bytes(params);
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
+             "cudaFuncSetAttribute");
+  kernel<<<config.ctas, threads, shared_bytes, stream>>>(params);
+  check_cuda(cudaGetLastError(), "launch of an attention kernel");
+}
+
+template <class Traits>
+void launch_combine(Params const& params, Config const& config, cudaStream_t stream) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t launch{};
+  launch.gridDim = dim3(params.batch * params.row_segments.divisor, kAtoms<Traits>);
+  launch.blockDim = dim3(32 * kCombineWarps);
+  launch.dynamicSmemBytes = unit_ends_bytes(params);
+  launch.stream = stream;
+  launch.attrs = &attribute;
+  launch.numAttrs = config.programmatic_launch ? 1 : 0;
+  check_cuda(cudaLaunchKernelEx(&launch, combine_partials<Traits>, params), "launch of combine_partials");
+}
+
+}  // namespace cute_kernels::attention

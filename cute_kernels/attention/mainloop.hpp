@@ -1,0 +1,119 @@
+// Attention by workers: S^T = K Q^T, softmax, O^T += V^T P^T, a tile of keys and its tile of values at a time.
+#pragma once
+
+#include "cute_kernels/attention/combine.hpp"
+#include "cute_kernels/attention/erase_values.hpp"
+#include "cute_kernels/attention/softmax.hpp"
+#include "cute_kernels/attention/stage.hpp"
+#include "cute_kernels/attention/visibility.hpp"
+#include "cute_kernels/attention/window.hpp"
+#include "cute_kernels/matmul/warp/mainloop.hpp"
+
+namespace cute_kernels::attention {
+
+template <class Fragment>
+CUTE_DEVICE void scale_logits(Fragment& tCrS, float scale) {
+  CUTE_UNROLL
+  for (int i = 0; i < size(tCrS); ++i) tCrS(i) *= scale;
+}
+
+template <class Traits>
+CUTE_DEVICE uint8_t const* channel_order(format::SparseView const& view, Segment const& segment) {
+  return view.channel_order + (int64_t{segment.sequence} * view.kv_heads + segment.kv_head) * Traits::kHeadDim;
+}
+
+template <class Traits>
+CUTE_DEVICE auto make_logits() {  // (MMA,own MMA_M,MMA_N)
+  return partition_fragment_C(typename Traits::TiledMma{},
+                              Shape<Int<16 * Traits::kOwnTokenBlocks>, Int<Traits::kN>>{});
+}
+
+template <class Traits, class FragmentP, class FragmentO>
+CUTE_DEVICE void attend_window(Params const& params, Segment const& segment, int unit, int part,
+                               OnlineSoftmax<Traits>& softmax, FragmentP& tCrP, FragmentO& tCrO) {
+  Tensor tCrS = make_logits<Traits>();
+  WindowUnit<Traits> window(params, segment, unit - segment.units.begin, part);
+  window.multiply_keys(Queries<Traits>(params, segment), tCrS);
+  scale_logits(tCrS, params.scale_log2);
+  Visibility(params, segment)
+      .template mask<Traits>(tCrS, part, true, [&](int position) { return window.token(position); });
+  softmax.weigh(tCrS, TokenOrders{}, tCrP, tCrO);
+  window.multiply_values(channel_order<Traits>(params.values, segment), tCrP, tCrO);
+}
+
+// All units of a worker's piece. `pipeline` brings two stages a unit, keys then values, empty ones for the window.
+// Leaves the share of the segment that the piece ends in where pipeline.finish() says, and returns that segment; -1 for
+// an empty piece.
+template <class Traits, class Pipeline>
+CUTE_DEVICE int attend(Params const& params, WorkLine<Traits::kN> const& line, UnitRange piece,
+                       Worker<Traits> const& worker, Exchange<Traits>& exchange, Pipeline& pipeline) {
+  using TiledMma = typename Traits::TiledMma;
+  using Element = typename Traits::Element;
+  auto thr_mma = TiledMma{}.get_slice(threadIdx.x % 32);
+  auto make_operand = [&](auto tokens_or_channels) {
+    return make_tensor<Element>(
+        shape(thr_mma.partition_B(make_identity_tensor(Shape<Int<Traits::kN>, decltype(tokens_or_channels)>{}))));
+  };
+  Tensor tCrQ = make_operand(Int<Traits::kHeadDim>{});  // (MMA,MMA_N,MMA_K)
+  Tensor tCrP = make_operand(Int<Traits::kTokens>{});   // (MMA,MMA_N,MMA_K)
+  if (piece.begin == piece.end) {
+    pipeline.finish();
+    return -1;
+  }
+  OnlineSoftmax<Traits> softmax(worker, exchange);
+  for (int unit = piece.begin;;) {
+    Segment segment = line.segment_with(unit);
+    int end = min(segment.units.end, piece.end), tokens = segment.tokens;
+    int first_tile = tokens > 0 ? segment.units.begin + segment.window_units : segment.units.end;
+    softmax.reset();
+    Tensor tCrO = partition_fragment_C(
+        TiledMma{}, Shape<Int<16 * Traits::kOwnChannelBlocks>, Int<Traits::kN>>{});  // (MMA,own MMA_M,MMA_N)
+    clear(tCrO);
+
+    CUTE_NO_UNROLL
+    for (; unit < min(first_tile, end); ++unit) {
+      attend_window<Traits>(params, segment, unit, worker.part, softmax, tCrP, tCrO);
+      for (int stage = 0; stage < 2; ++stage) pipeline.next(), pipeline.release();
+    }
+
+    Queries<Traits>(params, segment).load(channel_order<Traits>(params.keys, segment), tCrQ);
+    int seen_by_all = Visibility(params, segment).seen_by_all();
+    CUTE_NO_UNROLL
+    for (; unit < end; ++unit) {
+      int first_token = (unit - first_tile) * kUnitTokens;
+      Tensor tCrS = make_logits<Traits>();
+      Stage keys = pipeline.next();
+      clear(tCrS);
+      matmul::multiply_tile_part<typename Traits::Keys, Traits::kWorkerWarps>(cast_smem_ptr_to_uint(keys.block),
+                                                                              worker.part, tCrQ, tCrS);
+      scale_logits(tCrS, params.scale_log2);
+      if (first_token + kUnitTokens > seen_by_all)
+        Visibility(params, line.segment_with(unit))
+            .template mask<Traits>(tCrS, worker.part, false,
+                                   [&](int position) { return first_token + keys.token_order[position]; });
+      softmax.weigh(tCrS, params.own_orders ? TokenOrders{keys.token_order, keys.value_order} : TokenOrders{}, tCrP,
+                    tCrO);
+      pipeline.release();
+
+      Stage values = pipeline.next();
+      bool erases = params.erases && first_token + kUnitTokens > tokens;
+      if (erases) {
+        if (worker.part == 0) erase_values<Traits>(values.block, values.token_order, tokens - first_token);
+        worker.sync();
+      }
+      matmul::multiply_tile_part<typename Traits::Values, Traits::kWorkerWarps>(cast_smem_ptr_to_uint(values.block),
+                                                                                worker.part, tCrP, tCrO);
+      pipeline.release(erases);
+    }
+    softmax.finish();
+    segment = line.segment_with(unit - 1);
+    if (unit == piece.end) {
+      leave_share<Traits>(tCrO, softmax, segment.rows, worker.part, pipeline.finish());
+      return segment.index;
+    }
+    leave_share<Traits>(tCrO, softmax, segment.rows, worker.part,
+                        partial_data<Traits>(params, crossing_partial(segment.index)));
+  }
+}
+
+}  // namespace cute_kernels::attention

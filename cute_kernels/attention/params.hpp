@@ -1,0 +1,27 @@
+// What the attention kernels are called with.
+#pragma once
+
+#include <cutlass/fast_math.h>
+
+#include "cute_kernels/attention/problem.hpp"
+#include "cute_kernels/matmul/params.hpp"
+
+namespace cute_kernels::attention {
+
+struct Params : Problem {
+  float scale_log2;  // the kernels' exponentials are powers of two
+  int rows;          // query rows of a KV head: group size x query tokens
+  int group;         // query heads of a KV head
+  int workers;       // of a CTA
+  int ctas;
+  bool ragged;       // units differ from sequence to sequence
+  bool own_orders;   // keys and values were not compressed together: each has its token order
+  bool erases;       // sequences may end within a tile whose further tokens are stored
+  cutlass::FastDivmod units_per_segment;  // unless ragged
+  cutlass::FastDivmod row_segments;       // of a row of q: KV heads x blocks of query rows
+  cutlass::FastDivmod row_blocks, query_tokens;  // as divisors
+  matmul::Stages stages;
+  void* partials;  // room for max_partials, see combine.hpp
+};
+
+}  // namespace cute_kernels::attention

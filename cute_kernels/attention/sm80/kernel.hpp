@@ -1,0 +1,44 @@
+// The kernel of CC 8.x: every worker, a warp, fetches and multiplies the tiles of its own piece.
+#pragma once
+
+#include "cute_kernels/attention/mainloop.hpp"
+#include "cute_kernels/attention/sm80/pipeline.hpp"
+
+namespace cute_kernels::attention::sm80 {
+
+// As many as the register file of 65536 holds.
+template <class Traits>
+inline constexpr int kMaxWarps = Traits::kRegisters <= 128 ? 16 : Traits::kRegisters <= 168 ? 12 : 8;
+
+template <class Traits>
+struct Storage {
+  static constexpr int kMaxWorkers = kMaxWarps<Traits> / Traits::kWorkerWarps;
+  static_assert(kMaxWorkers <= attention::kMaxWorkers);
+
+  Exchange<Traits> exchanges[kMaxWorkers];
+  int last_segment[kMaxWorkers];
+};
+template <class Traits>
+inline constexpr int kFixedBytes = (sizeof(Storage<Traits>) + 127) / 128 * 128;
+
+template <class Traits>
+__global__ void __launch_bounds__(32 * kMaxWarps<Traits>, 1) attention_kernel(CUTE_GRID_CONSTANT Params const params) {
+  extern __shared__ __align__(128) uint8_t shared[];
+  ptx::launch_dependents();
+  auto& storage = *reinterpret_cast<Storage<Traits>*>(shared);
+  uint8_t* stages = shared + kFixedBytes<Traits>;
+  WorkLine<Traits::kN> line(params, reinterpret_cast<int*>(stages + params.workers * params.stages.count *
+                                                                        params.stages.stage_bytes));
+  line.prepare();
+  if (params.ragged) __syncthreads();
+  line.cut();
+  Worker<Traits> worker(threadIdx.x / 32);
+  UnitRange piece = line.piece(worker.index);
+  WorkerPipeline<Traits> pipeline(params, line, stages, worker, piece);
+  storage.last_segment[worker.index] =
+      attend<Traits>(params, line, piece, worker, storage.exchanges[worker.index], pipeline);
+  __syncthreads();
+  add_up_shares<Traits>(params, line, reinterpret_cast<Share<Traits> const*>(stages), storage.last_segment, blockDim.x);
+}
+
+}  // namespace cute_kernels::attention::sm80

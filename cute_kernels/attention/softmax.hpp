@@ -1,0 +1,162 @@
+// Online softmax over the tokens of a worker, and the way of its weights to the second product.
+//
+// Accumulators are S^T: tokens along M, query rows along N. A lane holds tokens lane / 4 (+ 8) of every 16 and rows
+// 2 (lane % 4) + {0, 1} of every 8, the same rows of O^T: scaling O^T needs no exchange.
+//
+// Exponentials are taken relative to a reference for each row, the same in all of the worker's warps. It need not be
+// the largest logit: it is raised only when a logit exceeds it by more than kSlack, as in FlashAttention-4, so that
+// nearly all tiles pass without a reduction over their tokens.
+#pragma once
+
+#include <cutlass/numeric_conversion.h>
+
+#include <cute/arch/copy_sm75.hpp>
+
+#include "cute_kernels/attention/worker.hpp"
+
+namespace cute_kernels::attention {
+
+inline constexpr float kSlack = 8;  // weights stay below 2^8, far within the range of fp16
+
+// -inf - -inf is no number: where a row has seen nothing, its exponentials are taken relative to 0.
+CUTE_DEVICE float finite_reference(float reference) { return reference == -INFINITY ? 0.f : reference; }
+
+template <class Traits>
+class OnlineSoftmax {
+ public:
+  static constexpr int kRows = 2 * Traits::kRowBlocks;  // of a lane
+
+  CUTE_DEVICE OnlineSoftmax(Worker<Traits> const& worker, Exchange<Traits>& exchange)
+      : worker_(worker), exchange_(exchange) {
+    reset();
+  }
+
+  CUTE_DEVICE void reset() {
+    CUTE_UNROLL
+    for (int i = 0; i < kRows; ++i) reference_[i] = -INFINITY, sum_[i] = 0;
+  }
+
+  // Takes this warp's part of a tile's logits, times log2 e; returns the whole tile's weights as B fragments.
+  template <class FragmentS, class FragmentP, class FragmentO>
+  CUTE_DEVICE void weigh(FragmentS const& tCrS /* ((2,2),own MMA_M,MMA_N) */, TokenOrders const& orders,
+                         FragmentP& tCrP /* ((2,2),MMA_N,MMA_K) */, FragmentO& tCrO /* ((2,2),own MMA_M,MMA_N) */) {
+    bool raise = false;
+    CUTE_UNROLL
+    for (int i = 0; i < kRows; ++i) {
+      CUTE_UNROLL
+      for (int m = 0; m < size<1>(tCrS); ++m) {
+        CUTE_UNROLL
+        for (int j = 0; j < 2; ++j) raise |= tCrS(make_coord(i % 2, j), m, i / 2) > reference_[i] + kSlack;
+      }
+    }
+    float sum[kRows];
+    publish(tCrS, orders, __any_sync(~0u, raise), sum);
+    worker_.sync();
+    if (exchange_.raises(buffer_)) {
+      raise_reference(tCrS, tCrO);
+      publish(tCrS, orders, false, sum);
+      worker_.sync();
+    }
+    CUTE_UNROLL
+    for (int i = 0; i < kRows; ++i) sum_[i] += sum[i];
+    exchange_.collect(buffer_, orders, tCrP);
+    buffer_ ^= 1;
+  }
+
+  // Sums over all lanes and warps.
+  CUTE_DEVICE void finish() {
+    CUTE_UNROLL
+    for (int i = 0; i < kRows; ++i) {
+      CUTE_UNROLL
+      for (int lanes = 4; lanes < 32; lanes *= 2) sum_[i] += __shfl_xor_sync(~0u, sum_[i], lanes);
+    }
+    share_numbers(sum_, [](float a, float b) { return a + b; });
+    worker_.sync();  // all have read
+  }
+
+  CUTE_DEVICE float reference(int i) const { return reference_[i]; }
+  CUTE_DEVICE float sum(int i) const { return sum_[i]; }
+
+ private:
+  Worker<Traits> const& worker_;
+  Exchange<Traits>& exchange_;
+  int buffer_ = 0;
+  float reference_[kRows], sum_[kRows];  // of rows 8 n + 2 (lane % 4) + {0, 1}; sums of this lane's tokens
+
+  template <class FragmentS>
+  CUTE_DEVICE void publish(FragmentS const& tCrS, TokenOrders const& orders, bool raise, float (&sum)[kRows]) {
+    using Element = typename Traits::Element;
+    Tensor tCrP = make_tensor<Element>(
+        Shape<Shape<_2, _2>, Int<Traits::kRowBlocks>, Int<Traits::kOwnTokenBlocks>>{});  // ((2,2),MMA_N,own MMA_K)
+    Tensor pairs = recast<uint32_t>(tCrP);                                               // (2,MMA_N,own MMA_K)
+    CUTE_STATIC_ASSERT_V(size<2>(tCrP) == size<1>(tCrS));
+    CUTE_UNROLL
+    for (int n = 0; n < Traits::kRowBlocks; ++n) {
+      float reference[2] = {finite_reference(reference_[2 * n]), finite_reference(reference_[2 * n + 1])};
+      sum[2 * n] = sum[2 * n + 1] = 0;
+      CUTE_UNROLL
+      for (int m = 0; m < size<1>(tCrS); ++m) {
+        CUTE_UNROLL
+        for (int j = 0; j < 2; ++j) {
+          cutlass::Array<float, 2> p;
+          CUTE_UNROLL
+          for (int i = 0; i < 2; ++i) {
+            p[i] = ptx::exp2_approximate(tCrS(make_coord(i, j), m, n) - reference[i]);
+            sum[2 * n + i] += p[i];
+          }
+          cutlass::Array<Element, 2> packed = cutlass::NumericArrayConverter<Element, float, 2>{}(p);
+          SM75_U32x1_MOVM_T::copy(reinterpret_cast<uint32_t const&>(packed), pairs(j, n, m));
+        }
+      }
+    }
+    exchange_.publish(worker_, buffer_, orders, raise, tCrP);
+  }
+
+  // Brings references to the largest logits seen, and sums and O^T to the references.
+  template <class FragmentS, class FragmentO>
+  CUTE_DEVICE void raise_reference(FragmentS const& tCrS, FragmentO& tCrO) {
+    float largest[kRows];
+    CUTE_UNROLL
+    for (int i = 0; i < kRows; ++i) {
+      largest[i] = reference_[i];
+      CUTE_UNROLL
+      for (int m = 0; m < size<1>(tCrS); ++m) {
+        CUTE_UNROLL
+        for (int j = 0; j < 2; ++j) largest[i] = fmaxf(largest[i], tCrS(make_coord(i % 2, j), m, i / 2));
+      }
+      CUTE_UNROLL
+      for (int lanes = 4; lanes < 32; lanes *= 2)
+        largest[i] = fmaxf(largest[i], __shfl_xor_sync(~0u, largest[i], lanes));
+    }
+    share_numbers(largest, [](float a, float b) { return fmaxf(a, b); });
+    CUTE_UNROLL
+    for (int i = 0; i < kRows; ++i) {
+      float factor = ptx::exp2_approximate(reference_[i] - finite_reference(largest[i]));
+      reference_[i] = largest[i];
+      sum_[i] *= factor;
+      CUTE_UNROLL
+      for (int m = 0; m < size<1>(tCrO); ++m) {
+        tCrO(make_coord(i % 2, 0), m, i / 2) *= factor;
+        tCrO(make_coord(i % 2, 1), m, i / 2) *= factor;
+      }
+    }
+  }
+
+  // The warps' numbers put together, in the same order in all of them.
+  template <class F>
+  CUTE_DEVICE void share_numbers(float (&numbers)[kRows], F&& f) {
+    if (threadIdx.x % 32 < 4) {
+      CUTE_UNROLL
+      for (int i = 0; i < kRows; ++i) exchange_.row_number(worker_.part, i) = numbers[i];
+    }
+    worker_.sync();
+    CUTE_UNROLL
+    for (int i = 0; i < kRows; ++i) {
+      numbers[i] = exchange_.row_number(0, i);
+      CUTE_UNROLL
+      for (int warp = 1; warp < Traits::kWorkerWarps; ++warp) numbers[i] = f(numbers[i], exchange_.row_number(warp, i));
+    }
+  }
+};
+
+}  // namespace cute_kernels::attention

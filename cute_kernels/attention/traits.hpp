@@ -1,0 +1,38 @@
+// The compile-time shape of an attention kernel.
+//
+// A worker is a few warps that share whole tiles of keys, then of values: each takes its part of the tile's rows, so
+// tokens of keys and channels of values, and they exchange the weights in between. One warp a tile would keep every
+// SM's warps at work for a dozen microseconds with their last tiles.
+#pragma once
+
+#include "cute_kernels/matmul/warp/traits.hpp"
+
+namespace cute_kernels::attention {
+
+using namespace cute;
+using format::Role;
+
+template <class Element_, int kHeadDim_, int kN_>
+struct Traits {
+  using Element = Element_;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kN = kN_;  // query rows
+  static constexpr int kRowBlocks = kN / 8;
+  static constexpr int kTokens = format::kTileTokens;
+  static constexpr int kWorkerWarps = 2;
+  static constexpr int kWorkerThreads = 32 * kWorkerWarps;
+
+  using Keys = matmul::Traits<Role::kKey, Element, kHeadDim, kN>;
+  using Values = matmul::Traits<Role::kValue, Element, kHeadDim, kN>;
+  using TiledMma = typename Keys::TiledMma;  // of one warp
+  static constexpr int kTokenBlocks = kTokens / 16, kChannelBlocks = kHeadDim / 16;
+  static constexpr int kOwnTokenBlocks = kTokenBlocks / kWorkerWarps, kOwnChannelBlocks = kChannelBlocks / kWorkerWarps;
+  static_assert(kOwnTokenBlocks * kWorkerWarps == kTokenBlocks && kOwnChannelBlocks * kWorkerWarps == kChannelBlocks);
+
+  // A warp's part of O^T and S^T, Q^T, P^T, and what it takes to decompress; read off the compiler's reports like those
+  // of the products.
+  static constexpr int kRegisters =
+      (Values::kAccumulators + Keys::kAccumulators) / kWorkerWarps + Keys::kOperandB + Values::kOperandB + 56;
+};
+
+}  // namespace cute_kernels::attention

@@ -1,0 +1,61 @@
+// Which tokens a query row sees.
+#pragma once
+
+#include "cute_kernels/attention/traits.hpp"
+#include "cute_kernels/attention/work.hpp"
+
+namespace cute_kernels::attention {
+
+class Visibility {
+ public:
+  CUTE_DEVICE Visibility(Params const& params, Segment const& segment) : params_(params), segment_(segment) {}
+
+  // Compressed tokens below this are seen by every query row.
+  CUTE_DEVICE int seen_by_all() const {
+    int newest = params_.causal ? params_.query_tokens.divisor - 1 : 0;
+    return segment_.tokens + min(0, segment_.window_tokens - newest);
+  }
+
+  // Takes away a warp's logits of what is not seen. token_at(position in the tile): counted from the first of the compressed
+  // tokens, or with in_window from the first of the window.
+  template <class Traits, class FragmentS, class TokenAt>
+  CUTE_DEVICE void mask(FragmentS& tCrS /* ((2,2),own MMA_M,MMA_N) */, int part, bool in_window,
+                        TokenAt&& token_at) const {
+    auto thr_mma = typename Traits::TiledMma{}.get_slice(threadIdx.x % 32);
+    Tensor cC = make_identity_tensor(Shape<Int<16 * Traits::kOwnTokenBlocks>, Int<Traits::kN>>{});
+    Tensor tCcC = thr_mma.partition_C(cC);  // ((2,2),own MMA_M,MMA_N) -> (token_position in the part, row)
+    CUTE_STATIC_ASSERT_V(shape(tCcC) == shape(tCrS));
+    int first_position = part * 16 * Traits::kOwnTokenBlocks;
+    int limits[2 * (Traits::kN / 8)];
+    CUTE_UNROLL
+    for (int i = 0; i < 2 * (Traits::kN / 8); ++i)
+      limits[i] = limit(get<1>(tCcC(make_coord(i % 2, 0), 0, i / 2)), in_window);
+    CUTE_UNROLL
+    for (int m = 0; m < size<1>(tCrS); ++m) {
+      CUTE_UNROLL
+      for (int j = 0; j < 2; ++j) {
+        int token = token_at(first_position + get<0>(tCcC(make_coord(0, j), m, 0)));
+        CUTE_UNROLL
+        for (int i = 0; i < 2 * (Traits::kN / 8); ++i)
+          if (token >= limits[i]) tCrS(make_coord(i % 2, j), m, i / 2) = -INFINITY;
+      }
+    }
+  }
+
+ private:
+  Params const& params_;
+  Segment const& segment_;
+
+  // Tokens that a row of the block sees of the compressed ones, or of the window.
+  CUTE_DEVICE int limit(int row, bool in_window) const {
+    int all = segment_.window_tokens;
+    if (params_.causal) {
+      int head, query_token;
+      params_.query_tokens(head, query_token, segment_.first_row + min(row, segment_.rows - 1));
+      all -= params_.query_tokens.divisor - 1 - query_token;
+    }
+    return in_window ? all : segment_.tokens + min(0, all);
+  }
+};
+
+}  // namespace cute_kernels::attention

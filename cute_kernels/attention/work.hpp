@@ -1,0 +1,153 @@
+// The line of work: units, segment after segment, cut into equal shares of consecutive units, one a CTA, and those into
+// equal pieces, one a worker.
+//
+// A segment is (row of q, KV head, block of N query rows). Its units are 64 tokens of its window each, then the tiles
+// of its compressed tokens; one that has neither has one unit all the same, so that its result is written. Where
+// lengths are on the device, so is the partition: every CTA works it out for itself.
+#pragma once
+
+#include "cute_kernels/attention/params.hpp"
+
+namespace cute_kernels::attention {
+
+inline constexpr int kUnitTokens = format::kTileTokens;
+inline constexpr int kMaxWorkers = 15;  // by the barriers of a CTA
+
+CUTE_HOST_DEVICE constexpr int64_t units_of(int64_t tokens) { return (tokens + kUnitTokens - 1) / kUnitTokens; }
+
+// Of a segment.
+CUTE_HOST_DEVICE constexpr int64_t units_of(int64_t tokens, int64_t window_tokens) {
+  int64_t units = units_of(tokens) + units_of(window_tokens);
+  return units > 0 ? units : 1;
+}
+
+struct UnitRange {
+  int begin, end;
+};
+
+struct Segment {
+  int index;
+  int sequence, kv_head;
+  int head;             // of the output: row of q * KV heads + KV head
+  int first_row, rows;  // of its block of query rows
+  UnitRange units;      // in the line
+  int window_units;     // the first of them
+  int tokens, window_tokens;
+};
+
+// What a CTA knows of the line.
+template <int N>
+class WorkLine {
+ public:
+  // unit_ends: in shared memory, see prepare(); unused unless ragged.
+  CUTE_DEVICE WorkLine(Params const& params, int* unit_ends) : params_(params), unit_ends_(unit_ends) {}
+
+  // With all threads of the CTA, which have to meet at a barrier after it if lines are ragged.
+  CUTE_DEVICE void prepare() {
+    if (!params_.ragged) return;
+    for (int row = threadIdx.x; row < params_.batch; row += blockDim.x) {
+      int sequence = sequence_of(row);
+      unit_ends_[row + 1] = static_cast<int>(units_of(tokens_of(sequence), window_tokens_of(sequence)));
+    }
+    __syncthreads();
+    if (threadIdx.x >= 32) return;
+    int lane = threadIdx.x, sum = 0;
+    if (lane == 0) unit_ends_[0] = 0;
+    for (int first = 0; first < params_.batch; first += 32) {
+      int units = first + lane < params_.batch ? unit_ends_[first + lane + 1] : 0;
+      CUTE_UNROLL
+      for (int distance = 1; distance < 32; distance *= 2) {
+        int below = __shfl_up_sync(~0u, units, distance);
+        if (lane >= distance) units += below;
+      }
+      if (first + lane < params_.batch) unit_ends_[first + lane + 1] = sum + units;
+      sum += __shfl_sync(~0u, units, 31);
+    }
+  }
+
+  // With all threads, after that barrier.
+  CUTE_DEVICE void cut() {
+    int row_segments = params_.row_segments.divisor;
+    int units = params_.ragged ? unit_ends_[params_.batch] * row_segments
+                               : params_.batch * row_segments * params_.units_per_segment.divisor;
+    units_per_cta_ = units / params_.ctas;
+    spare_units_ = units - units_per_cta_ * params_.ctas;
+  }
+
+  CUTE_DEVICE int segments() const { return params_.batch * params_.row_segments.divisor; }
+
+  // CTAs' shares of the line differ by one unit at most. Some have none if there are fewer units than CTAs.
+  CUTE_DEVICE int cta_begin(int cta) const { return cta * units_per_cta_ + min(cta, spare_units_); }
+  CUTE_DEVICE int cta_of(int unit) const {
+    int in_longer = spare_units_ * (units_per_cta_ + 1);
+    return unit < in_longer ? unit / (units_per_cta_ + 1) : spare_units_ + (unit - in_longer) / units_per_cta_;
+  }
+
+  // So do the pieces of a CTA's workers.
+  CUTE_DEVICE int piece_begin(int cta, int worker) const {
+    int begin = cta_begin(cta);
+    return begin + worker * (cta_begin(cta + 1) - begin) / params_.workers;
+  }
+  CUTE_DEVICE UnitRange piece(int worker) const {
+    return {piece_begin(blockIdx.x, worker), piece_begin(blockIdx.x, worker + 1)};
+  }
+  CUTE_DEVICE int worker_of(int cta, int unit) const {
+    int worker = (unit - cta_begin(cta)) * params_.workers / (cta_begin(cta + 1) - cta_begin(cta));
+    while (piece_begin(cta, worker + 1) <= unit) ++worker;
+    return worker;
+  }
+
+  CUTE_DEVICE Segment segment(int index) const {
+    int row, in_row;
+    params_.row_segments(row, in_row, index);
+    int units = params_.ragged ? unit_ends_[row + 1] - unit_ends_[row] : params_.units_per_segment.divisor;
+    int before = params_.ragged ? unit_ends_[row] * params_.row_segments.divisor : (index - in_row) * units;
+    return make_segment(row, in_row, before + in_row * units, units);
+  }
+
+  CUTE_DEVICE Segment segment_with(int unit) const {
+    if (!params_.ragged) return segment(params_.units_per_segment.div(unit));
+    int low = 0, high = params_.batch, place = params_.row_segments.div(unit);  // all segments of a row are alike
+    while (high - low > 1) {
+      int middle = (low + high) / 2;
+      (unit_ends_[middle] <= place ? low : high) = middle;
+    }
+    int units = unit_ends_[low + 1] - unit_ends_[low], before = unit_ends_[low] * params_.row_segments.divisor;
+    int in_row = (unit - before) / units;
+    return make_segment(low, in_row, before + in_row * units, units);
+  }
+
+  CUTE_DEVICE int tokens_of(int sequence) const {
+    int all = static_cast<int>(params_.keys.tokens);
+    return params_.lengths ? max(0, min(all, __ldg(params_.lengths + sequence))) : all;
+  }
+  CUTE_DEVICE int window_tokens_of(int sequence) const {
+    int all = params_.window.tokens;
+    return all > 0 && params_.window.lengths ? max(0, min(all, __ldg(params_.window.lengths + sequence))) : all;
+  }
+
+ private:
+  Params const& params_;
+  int* unit_ends_;  // (batch + 1): units of one segment of every row before
+  int units_per_cta_, spare_units_;
+
+  CUTE_DEVICE int sequence_of(int row) const { return params_.sequences ? __ldg(params_.sequences + row) : row; }
+
+  CUTE_DEVICE Segment make_segment(int row, int in_row, int begin, int units) const {
+    int kv_head, block;
+    params_.row_blocks(kv_head, block, in_row);
+    int first_row = block * N, sequence = sequence_of(row), window_tokens = window_tokens_of(sequence);
+    return {row * params_.row_segments.divisor + in_row,
+            sequence,
+            kv_head,
+            row * params_.keys.kv_heads + kv_head,
+            first_row,
+            min(N, params_.rows - first_row),
+            {begin, begin + units},
+            static_cast<int>(units_of(window_tokens)),
+            tokens_of(sequence),
+            window_tokens};
+  }
+};
+
+}  // namespace cute_kernels::attention

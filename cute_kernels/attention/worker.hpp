@@ -1,0 +1,116 @@
+// The warps that share tiles, and their exchange of softmax weights.
+#pragma once
+
+#include "cute_kernels/attention/traits.hpp"
+#include "cute_kernels/common/ptx.hpp"
+
+namespace cute_kernels::attention {
+
+inline constexpr int kFirstWorkerBarrier = 1;  // 0 is that of all
+
+template <class Traits>
+struct Worker {
+  int index;  // in the CTA
+  int part;   // that this warp takes of every tile
+
+  CUTE_DEVICE explicit Worker(int warp) : index(warp / Traits::kWorkerWarps), part(warp % Traits::kWorkerWarps) {}
+  CUTE_DEVICE void sync() const { ptx::named_barrier(kFirstWorkerBarrier + index, Traits::kWorkerThreads); }
+};
+
+// The token orders of a pair of caches that were not compressed together; null if they share theirs.
+struct TokenOrders {
+  uint8_t const *keys, *values;
+};
+
+// In shared memory, one for a worker. Two buffers: a warp may be a tile ahead of the other until they meet.
+template <class Traits>
+class Exchange {
+ public:
+  // This warp's weights, as B fragments; raise: its logits call for a larger reference.
+  template <class Fragment>
+  CUTE_DEVICE void publish(Worker<Traits> const& worker, int buffer, TokenOrders const& orders, bool raise,
+                           Fragment const& tCrP /* ((2,2),N/8,own token blocks) */) {
+    int lane = threadIdx.x % 32;
+    if (lane == 0) raises_[buffer][worker.part] = raise;
+    if (orders.keys) {
+      for_tokens(tCrP, worker.part * Traits::kOwnTokenBlocks, orders.keys,
+                 [&](auto v, int n, int k, int at) { weights_[buffer][at] = tCrP(v, n, k); });
+      return;
+    }
+    Tensor pairs = recast<uint32_t>(tCrP);  // (2,N/8,own token blocks)
+    CUTE_UNROLL
+    for (int n = 0; n < Traits::kRowBlocks; ++n) {
+      if constexpr (Traits::kOwnTokenBlocks == 1) {
+        auto* to = reinterpret_cast<uint2*>(vector(buffer, n, worker.part / 2));
+        to[worker.part % 2] = make_uint2(pairs(0, n, 0), pairs(1, n, 0));
+      } else {
+        CUTE_UNROLL
+        for (int k = 0; k < Traits::kOwnTokenBlocks; k += 2)
+          *vector(buffer, n, (worker.part * Traits::kOwnTokenBlocks + k) / 2) =
+              make_uint4(pairs(0, n, k), pairs(1, n, k), pairs(0, n, k + 1), pairs(1, n, k + 1));
+      }
+    }
+  }
+
+  // Whether any warp called for it. After a meeting of the warps.
+  CUTE_DEVICE bool raises(int buffer) const {
+    int any = 0;
+    CUTE_UNROLL
+    for (int warp = 0; warp < Traits::kWorkerWarps; ++warp) any |= raises_[buffer][warp];
+    return any;
+  }
+
+  // All warps' weights.
+  template <class Fragment>
+  CUTE_DEVICE void collect(int buffer, TokenOrders const& orders, Fragment& tCrP /* ((2,2),N/8,token blocks) */) {
+    if (orders.keys) {
+      for_tokens(tCrP, 0, orders.values,
+                 [&](auto v, int n, int k, int at) { tCrP(v, n, k) = weights_[buffer][at]; });
+      return;
+    }
+    Tensor pairs = recast<uint32_t>(tCrP);  // (2,N/8,token blocks)
+    CUTE_UNROLL
+    for (int n = 0; n < Traits::kRowBlocks; ++n) {
+      CUTE_UNROLL
+      for (int k = 0; k < Traits::kTokenBlocks; k += 2) {
+        uint4 x = *vector(buffer, n, k / 2);
+        pairs(0, n, k) = x.x, pairs(1, n, k) = x.y, pairs(0, n, k + 1) = x.z, pairs(1, n, k + 1) = x.w;
+      }
+    }
+  }
+
+  // A number of every warp for every row: of those that this lane accumulates.
+  CUTE_DEVICE float& row_number(int warp, int i) {
+    return row_numbers_[warp][i / 2 * 8 + 2 * (threadIdx.x % 4) + i % 2];
+  }
+
+ private:
+  using Element = typename Traits::Element;
+  static constexpr int kRowStride = Traits::kTokens + 8;  // rows in different banks
+
+  alignas(16) Element weights_[2][Traits::kN * kRowStride];
+  int raises_[2][Traits::kWorkerWarps];
+  float row_numbers_[Traits::kWorkerWarps][Traits::kN];
+
+  // A lane's registers of two blocks of 16 tokens.
+  CUTE_DEVICE uint4* vector(int buffer, int n, int k) {
+    return reinterpret_cast<uint4*>(weights_[buffer]) + (n * (Traits::kTokenBlocks / 2) + k) * 32 + threadIdx.x % 32;
+  }
+
+  // Where weights lie by token, for pairs with an order each.
+  template <class Fragment, class F>
+  CUTE_DEVICE static void for_tokens(Fragment const& tCrP, int first_block, uint8_t const* order, F&& f) {
+    int row = threadIdx.x % 32 / 4, column = 2 * (threadIdx.x % 4);
+    CUTE_UNROLL
+    for (int k = 0; k < size<2>(tCrP); ++k) {
+      CUTE_UNROLL
+      for (int v = 0; v < 4; ++v) {
+        int token = order[16 * (first_block + k) + column + v % 2 + 8 * (v / 2)];
+        CUTE_UNROLL
+        for (int n = 0; n < Traits::kRowBlocks; ++n) f(v, n, k, (8 * n + row) * kRowStride + token);
+      }
+    }
+  }
+};
+
+}  // namespace cute_kernels::attention

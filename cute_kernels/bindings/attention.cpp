@@ -1,0 +1,89 @@
+// _C.Window, and sparse_attention of every backend. Arguments were checked in Python; pointers arrive as integers, 0 is
+// null.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <array>
+#include <optional>
+#include <string>
+
+#include "cute_kernels/attention/problem.hpp"
+#include "cute_kernels/bindings/bindings.hpp"
+#if CUTE_KERNELS_CUDA
+#include "cute_kernels/dispatch/attention.hpp"
+#endif
+
+namespace cute_kernels::bindings {
+namespace {
+
+namespace py = pybind11;
+using attention::Problem;
+using attention::Window;
+using format::SparseView;
+using Strides = std::array<int64_t, 3>;
+
+template <class T>
+T* to_pointer(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+Window make_window(uintptr_t keys, uintptr_t values, const Strides& key_strides, const Strides& value_strides,
+                   int tokens, uintptr_t lengths) {
+  return {to_pointer<void>(keys),
+          to_pointer<void>(values),
+          {key_strides[0], key_strides[1], key_strides[2]},
+          {value_strides[0], value_strides[1], value_strides[2]},
+          tokens,
+          to_pointer<int32_t>(lengths)};
+}
+
+Problem make_problem(const SparseView& keys, const SparseView& values, const std::optional<Window>& window, uintptr_t q,
+                     const Strides& q_strides, int batch, int q_heads, int q_tokens, uintptr_t sequences,
+                     uintptr_t lengths, float scale, bool causal, uintptr_t out, uintptr_t lse, int num_splits) {
+  return {keys,
+          values,
+          to_pointer<void>(q),
+          {q_strides[0], q_strides[1], q_strides[2]},
+          batch,
+          q_heads,
+          q_tokens,
+          to_pointer<int32_t>(sequences),
+          to_pointer<int32_t>(lengths),
+          window.value_or(Window{}),
+          scale,
+          causal,
+          to_pointer<void>(out),
+          to_pointer<float>(lse),
+          num_splits};
+}
+
+#if CUTE_KERNELS_CUDA
+void cuda_sparse_attention(const SparseView& keys, const SparseView& values, const std::optional<Window>& window,
+                           uintptr_t q, const Strides& q_strides, int batch, int q_heads, int q_tokens,
+                           uintptr_t sequences, uintptr_t lengths, float scale, bool causal, uintptr_t out,
+                           uintptr_t lse, int num_splits, uintptr_t workspace, const std::string& backend,
+                           uintptr_t stream) {
+  dispatch::run(make_problem(keys, values, window, q, q_strides, batch, q_heads, q_tokens, sequences, lengths, scale,
+                             causal, out, lse, num_splits),
+                to_pointer<void>(workspace), backend, to_pointer<CUstream_st>(stream));
+}
+#endif
+
+}  // namespace
+
+void bind_attention(py::module_& m) {
+  using namespace py::literals;
+  py::class_<Window>(m, "Window", "Dense newest tokens as pointers and sizes; owns nothing")
+      .def(py::init(&make_window), "keys"_a, "values"_a, "key_strides"_a, "value_strides"_a, "tokens"_a, "lengths"_a);
+
+#if CUTE_KERNELS_CUDA
+  auto cuda = m.attr("cuda").cast<py::module_>();
+  cuda.def("attention_workspace_bytes", &dispatch::attention_workspace_bytes, "keys"_a, "batch"_a, "q_heads"_a,
+           "q_tokens"_a, "backend"_a, "bytes of scratch memory that sparse_attention needs on the current device");
+  cuda.def("sparse_attention", &cuda_sparse_attention, "keys"_a, "values"_a, "window"_a, "q"_a, "q_strides"_a,
+           "batch"_a, "q_heads"_a, "q_tokens"_a, "sequences"_a, "lengths"_a, "scale"_a, "causal"_a, "out"_a, "lse"_a,
+           "num_splits"_a, "workspace"_a, "backend"_a, "stream"_a);
+#endif
+}
+
+}  // namespace cute_kernels::bindings

@@ -1,0 +1,109 @@
+#include "cute_kernels/dispatch/attention.hpp"
+
+#include "cute_kernels/attention/combine.hpp"
+#include "cute_kernels/attention/launch.hpp"
+#include "cute_kernels/attention/stage.hpp"
+#include "cute_kernels/dispatch/device.hpp"
+
+namespace cute_kernels::dispatch {
+namespace {
+
+using attention::Params;
+
+struct AttentionKernels {
+  matmul::KernelLimits (*limits)(format::DType, int);
+  void (*launch)(Params const&, matmul::Config const&, cudaStream_t);
+};
+
+template <int kHeadDim>
+AttentionKernels kernels_for(std::string const& backend) {
+#if CUTE_KERNELS_HAVE_SM90A
+  if (backend == "sm90") return {attention::sm90::limits<kHeadDim>, attention::sm90::launch<kHeadDim>};
+#endif
+#if CUTE_KERNELS_HAVE_SM80
+  return {attention::sm80::limits<kHeadDim>, attention::sm80::launch<kHeadDim>};
+#endif
+}
+
+AttentionKernels find_kernels(std::string const& backend, int padded_head_dim, DeviceLimits const& device) {
+  require_backend(backend, device);
+  switch (padded_head_dim) {
+    case 64:
+      return kernels_for<64>(backend);
+    case 128:
+      return kernels_for<128>(backend);
+    case 256:
+      return kernels_for<256>(backend);
+    default:
+      throw std::runtime_error("head_dim " + std::to_string(padded_head_dim) + " is not instantiated");
+  }
+}
+
+// How query rows are cut: into blocks of n.
+struct Rows {
+  int group, rows, n, blocks;
+
+  Rows(format::SparseView const& keys, int q_heads, int q_tokens) : group(q_heads / keys.kv_heads) {
+    rows = group * q_tokens;
+    for (n = 8; n < rows && n < attention::max_rows(keys.padded_head_dim);) n *= 2;
+    blocks = (rows + n - 1) / n;
+  }
+};
+
+void check_sizes(attention::Problem const& problem, int64_t units) {
+  if (units > INT32_MAX / 2) throw std::runtime_error("the call has more than 2^30 tiles of work; split the batch");
+  auto reach = [&](int64_t const* strides) { return int64_t{problem.window.tokens} * strides[2]; };
+  if (reach(problem.window.key_strides) > INT32_MAX || reach(problem.window.value_strides) > INT32_MAX)
+    throw std::runtime_error("the tokens of a window lie 2^31 elements apart or more; pass a contiguous one");
+}
+
+}  // namespace
+
+int64_t attention_workspace_bytes(format::SparseView const& keys, int batch, int q_heads, int q_tokens,
+                                  std::string const& backend) {
+  DeviceLimits device = current_device();
+  require_backend(backend, device);
+  Rows rows(keys, q_heads, q_tokens);
+  int64_t segments = int64_t{batch} * keys.kv_heads * rows.blocks;
+  return attention::max_partials(device.multiprocessors, segments) *
+         attention::partial_bytes(rows.n, keys.padded_head_dim);
+}
+
+void run(attention::Problem const& problem, void* workspace, std::string const& backend, cudaStream_t stream) {
+  format::SparseView const &keys = problem.keys, &values = problem.values;
+  DeviceLimits device = current_device();
+  AttentionKernels kernels = find_kernels(backend, keys.padded_head_dim, device);
+  Rows rows(keys, problem.q_heads, problem.q_tokens);
+
+  Params params{};
+  static_cast<attention::Problem&>(params) = problem;
+  constexpr float kLog2E = 1.44269504088896f;
+  params.scale_log2 = problem.scale * kLog2E;
+  params.rows = rows.rows;
+  params.group = rows.group;
+  params.ragged = problem.lengths || (problem.window.tokens > 0 && problem.window.lengths);
+  params.own_orders = keys.token_order != values.token_order;
+  params.erases = problem.lengths && !keys.pages.table;  // sequences in pages end with a tile
+  params.partials = workspace;
+
+  int64_t segments = int64_t{problem.batch} * keys.kv_heads * rows.blocks;
+  int64_t units_each = attention::units_of(keys.tokens, problem.window.tokens), units = segments * units_each;
+  check_sizes(problem, units);
+  params.units_per_segment = cutlass::FastDivmod(static_cast<int>(units_each));
+  params.row_segments = cutlass::FastDivmod(keys.kv_heads * rows.blocks);
+  params.row_blocks = cutlass::FastDivmod(rows.blocks);
+  params.query_tokens = cutlass::FastDivmod(problem.q_tokens);
+
+  matmul::KernelLimits limits = kernels.limits(keys.dtype, rows.n);
+  if (params.ragged) limits.fixed_shared_bytes += (problem.batch + 1) * static_cast<int>(sizeof(int));
+  Plan plan = choose_plan(device, limits, rows.n, rows.rows, std::max(keys.max_tile_rows, values.max_tile_rows),
+                          attention::kStageOrders * attention::kOrderBytes, 0, units);
+  if (problem.num_splits > 0)
+    plan.config.ctas = static_cast<int>(std::min<int64_t>(plan.config.ctas, problem.num_splits * segments));
+  params.workers = plan.config.workers;
+  params.ctas = plan.config.ctas;
+  params.stages = plan.stages;
+  kernels.launch(params, plan.config, stream);
+}
+
+}  // namespace cute_kernels::dispatch

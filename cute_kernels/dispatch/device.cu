@@ -1,0 +1,48 @@
+#include "cute_kernels/dispatch/device.hpp"
+
+#include <array>
+#include <mutex>
+
+#include "cute_kernels/common/error.hpp"
+
+namespace cute_kernels::dispatch {
+
+bool has_backend(std::string const& backend) {
+  return (backend == "sm80" && CUTE_KERNELS_HAVE_SM80) || (backend == "sm90" && CUTE_KERNELS_HAVE_SM90A);
+}
+
+DeviceLimits current_device() {
+  constexpr int kMaxDevices = 64;
+  static std::array<DeviceLimits, kMaxDevices> known;
+  static std::array<std::once_flag, kMaxDevices> once;
+  int device = 0;
+  check_cuda(cudaGetDevice(&device), "cudaGetDevice");
+  if (device >= kMaxDevices) throw std::runtime_error("device index " + std::to_string(device) + " is not below 64");
+  std::call_once(once[device], [&] {
+    auto attribute = [&](cudaDeviceAttr which) {
+      int value = 0;
+      check_cuda(cudaDeviceGetAttribute(&value, which, device), "cudaDeviceGetAttribute");
+      return value;
+    };
+    DeviceLimits& limits = known[device];
+    limits.multiprocessors = attribute(cudaDevAttrMultiProcessorCount);
+    limits.shared_bytes = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+    limits.major = attribute(cudaDevAttrComputeCapabilityMajor);
+    limits.minor = attribute(cudaDevAttrComputeCapabilityMinor);
+    // The combine waits for the product kernel only in code for 9.0: PTX for 8.0 that a driver compiles must not
+    // overlap it.
+    limits.programmatic_launch = CUTE_KERNELS_HAVE_SM90A && limits.major == 9 && limits.minor == 0;
+  });
+  return known[device];
+}
+
+void require_backend(std::string const& backend, DeviceLimits const& device) {
+  std::string capability = std::to_string(device.major) + "." + std::to_string(device.minor);
+  if (!has_backend(backend)) throw std::runtime_error("backend '" + backend + "' is not built into this extension");
+  if (backend == "sm80" && device.major < 8)
+    throw std::runtime_error("backend 'sm80' needs compute capability 8.0 or higher, this device has " + capability);
+  if (backend == "sm90" && (device.major != 9 || device.minor != 0))
+    throw std::runtime_error("backend 'sm90' needs compute capability 9.0, this device has " + capability);
+}
+
+}  // namespace cute_kernels::dispatch
