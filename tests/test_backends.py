@@ -100,13 +100,7 @@ def test_auto_on_the_cpu_is_cpu():
     q, k, p, v = operands("cpu")
     assert oracle.same_bits(ck.sparse_qk(q, k), ck.sparse_qk(q, k, backend="cpu"))
     assert oracle.same_bits(ck.sparse_av(p, v), ck.sparse_av(p, v, backend="cpu"))
-
-
-def test_attention_names_what_is_missing():
-    q, k, _, v = operands("cpu")
-    for arguments in ({}, {"backend": "auto"}, {"backend": "cpu"}):
-        with pytest.raises(RuntimeError, match="sparse_attention has no cpu kernels yet; pass backend='reference'"):
-            ck.sparse_attention(q, k, v, **arguments)
+    assert oracle.same_bits(ck.sparse_attention(q, k, v), ck.sparse_attention(q, k, v, backend="cpu"))
 
 
 def test_import_touches_no_gpu():
@@ -131,9 +125,11 @@ for dtype in (torch.float16, torch.bfloat16):
         assert torch.equal(ck.decompress(k), ck.prune(x, keep=30))
         assert torch.equal(ck.decompress(v), reference.decompress(v))
         q, p = torch.randn(1, 8, 3, head_dim).to(dtype), torch.rand(1, 8, 3, 200)
+        window = torch.randn(1, 2, 70, head_dim).to(dtype), torch.randn(1, 2, 70, head_dim).to(dtype)
         for name, actual, expected in (
             ("qk", ck.sparse_qk(q, k, backend="cpu"), ck.sparse_qk(q, k, backend="reference")),
             ("av", ck.sparse_av(p, v, backend="cpu"), ck.sparse_av(p, v, backend="reference")),
+            ("attention", *(ck.sparse_attention(q, k, v, window=window, backend=b) for b in ("cpu", "reference"))),
         ):
             error = ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
             assert error < (1e-4 if name == "qk" else 1e-2), (name, error)

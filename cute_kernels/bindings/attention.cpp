@@ -9,6 +9,7 @@
 
 #include "cute_kernels/attention/problem.hpp"
 #include "cute_kernels/bindings/bindings.hpp"
+#include "cute_kernels/cpu/sparse_attention.hpp"
 #if CUTE_KERNELS_CUDA
 #include "cute_kernels/dispatch/attention.hpp"
 #endif
@@ -57,6 +58,16 @@ Problem make_problem(const SparseView& keys, const SparseView& values, const std
           num_splits};
 }
 
+void cpu_sparse_attention(const SparseView& keys, const SparseView& values, const std::optional<Window>& window,
+                          uintptr_t q, const Strides& q_strides, int batch, int q_heads, int q_tokens,
+                          uintptr_t sequences, uintptr_t lengths, float scale, bool causal, uintptr_t out,
+                          uintptr_t lse, int num_splits, int threads) {
+  const Problem problem = make_problem(keys, values, window, q, q_strides, batch, q_heads, q_tokens, sequences, lengths,
+                                       scale, causal, out, lse, num_splits);
+  py::gil_scoped_release unlocked;
+  cpu::sparse_attention(problem, threads);
+}
+
 #if CUTE_KERNELS_CUDA
 void cuda_sparse_attention(const SparseView& keys, const SparseView& values, const std::optional<Window>& window,
                            uintptr_t q, const Strides& q_strides, int batch, int q_heads, int q_tokens,
@@ -75,6 +86,11 @@ void bind_attention(py::module_& m) {
   using namespace py::literals;
   py::class_<Window>(m, "Window", "Dense newest tokens as pointers and sizes; owns nothing")
       .def(py::init(&make_window), "keys"_a, "values"_a, "key_strides"_a, "value_strides"_a, "tokens"_a, "lengths"_a);
+
+  m.attr("cpu").cast<py::module_>().def("sparse_attention", &cpu_sparse_attention, "keys"_a, "values"_a, "window"_a,
+                                        "q"_a, "q_strides"_a, "batch"_a, "q_heads"_a, "q_tokens"_a, "sequences"_a,
+                                        "lengths"_a, "scale"_a, "causal"_a, "out"_a, "lse"_a, "num_splits"_a,
+                                        "threads"_a);
 
 #if CUTE_KERNELS_CUDA
   auto cuda = m.attr("cuda").cast<py::module_>();

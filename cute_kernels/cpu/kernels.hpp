@@ -61,6 +61,18 @@ constexpr int pair_slot_entry(int slot) { return slot / 16 * 4 + slot % 16 / 4 *
 constexpr int pair_value_slot(int i) { return i / 8 * 16 + i % 8; }  // 16 slots that cover the entries of one word
 inline constexpr uint16_t kMinPairMagnitude = (127 - 50) << 7;  // 2^-50 as bf16: sums of products stay far above 2^-126
 
+// One query row's softmax over the tiles so far: the largest logit, and the sum of exponentials relative to it.
+struct RunningSoftmax {
+  float max, sum;
+};
+
+// 64 tokens that lie dense, as floats by channel; channels padded with zeros, as are tokens that there are not.
+struct DenseTile {
+  float* rows;  // (64, padded_head_dim)
+  int padded_head_dim;
+  int tokens;  // that there are
+};
+
 struct Kernels {
   const char* name;
 
@@ -81,6 +93,19 @@ struct Kernels {
   // One token: sets mask (padded_head_dim / 32 words), adds the kept to counts if any, writes pruned if any.
   void (*select_row)(const uint16_t* x, int head_dim, int padded_head_dim, bool bfloat16, int keep, uint32_t* mask,
                      int32_t* counts, uint16_t* pruned);
+
+  // Logits of one row over a tile, of which it sees the first `visible`, become exponentials relative to the running
+  // maximum, 0 for the others, and are added to the running sum. Returns what earlier sums have to be multiplied by.
+  float (*softmax)(float* logits, int visible, RunningSoftmax* running);
+
+  // `head_dim` 16-bit values as floats, followed by zeros up to padded_head_dim.
+  void (*widen)(const uint16_t* in, int head_dim, int padded_head_dim, bool bfloat16, float* out);
+
+  // q (rows, padded_head_dim), logits (rows, 64): scale * q K^T.
+  void (*dense_logits)(const DenseTile& keys, const float* q, int rows, float scale, float* logits);
+
+  // weights (rows, 64) of the first visible[row] tokens each. sums (rows, padded_head_dim): added to.
+  void (*dense_values)(const DenseTile& values, const float* weights, const int* visible, int rows, float* sums);
 
   const PairKernels* pairs;  // or null
 };

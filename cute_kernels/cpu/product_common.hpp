@@ -52,6 +52,15 @@ inline const PairKernels* pair_kernels(const Kernels& isa, const SparseView& vie
   return view.dtype == DType::kBFloat16 && whole_blocks ? isa.pairs : nullptr;
 }
 
+inline const uint32_t* block(const SparseView& view, int64_t tile_index) {
+  return view.blocks + view.first_row(tile_index) * format::kLanes;
+}
+
+// The tile behind one of a contiguous storage, -1 behind the last.
+inline int64_t next_tile(const SparseView& view, int64_t tile_index) {
+  return tile_index + 1 < view.tiles() ? tile_index + 1 : -1;
+}
+
 // Scratch that any tile of the view can be unpacked into, in either form.
 class TileScratch {
  public:
@@ -61,42 +70,36 @@ class TileScratch {
         masks_(static_cast<size_t>(bitmap_rows_) * kStreams * format::kLanes),
         streams_(static_cast<size_t>(format::kLanes) * kStreams * stride_) {}
 
-  UnpackedTile unpack(const Kernels& isa, const SparseView& view, int64_t tile_index) {
-    prefetch(view, tile_index + kPrefetchTiles);
+  // next_tile: the one to be unpacked after this one, so that it is fetched meanwhile; -1: none.
+  UnpackedTile unpack(const Kernels& isa, const SparseView& view, int64_t tile_index, int64_t next_tile) {
+    prefetch(view, next_tile);
     UnpackedTile tile{masks_.data(), streams_.data(), stride_};
-    isa.unpack(block(view, tile_index), bitmap_rows_, value_rows(view, tile_index), view.dtype == DType::kBFloat16,
-               tile);
+    isa.unpack(block(view, tile_index), bitmap_rows_, view.rows(tile_index) - bitmap_rows_,
+               view.dtype == DType::kBFloat16, tile);
     return tile;
   }
 
   // False: this tile is none for pairs.
-  bool unpack_pairs(const PairKernels& pairs, const SparseView& view, int64_t tile_index, PairedTile& tile) {
-    prefetch(view, tile_index + kPrefetchTiles);
+  bool unpack_pairs(const PairKernels& pairs, const SparseView& view, int64_t tile_index, int64_t next_tile,
+                    PairedTile& tile) {
+    prefetch(view, next_tile);
     tile = {reinterpret_cast<uint32_t*>(masks_.data()), reinterpret_cast<uint16_t*>(streams_.data()), stride_};
-    return pairs.unpack(block(view, tile_index), bitmap_rows_, value_rows(view, tile_index), tile);
+    return pairs.unpack(block(view, tile_index), bitmap_rows_, view.rows(tile_index) - bitmap_rows_, tile);
   }
 
  private:
-  static constexpr int kPrefetchTiles = 1;
-
-  // The tiles of a run follow each other, but 128-byte rows read in two passes are not what the hardware prefetches
-  // well.
+  // The tiles of a run mostly follow each other, but 128-byte rows read in two passes are not what the hardware
+  // prefetches well.
 #if defined(__GNUC__)
   __attribute__((always_inline))  // GCC drops calls of a function that does nothing but prefetch
 #endif
   static inline void prefetch(const SparseView& view, int64_t tile_index) {
 #if defined(__GNUC__)
-    if (tile_index >= view.tiles()) return;
-    const uint32_t* end = block(view, tile_index + 1);
-    for (const uint32_t* line = block(view, tile_index); line < end; line += 64 / sizeof *line)
-      __builtin_prefetch(line);
+    if (tile_index < 0) return;
+    const uint32_t* line = block(view, tile_index);
+    const uint32_t* end = line + int64_t{view.rows(tile_index)} * format::kLanes;
+    for (; line < end; line += 64 / sizeof *line) __builtin_prefetch(line);
 #endif
-  }
-  static const uint32_t* block(const SparseView& view, int64_t tile_index) {
-    return view.blocks + int64_t{view.row_offsets[tile_index]} * format::kLanes;
-  }
-  int value_rows(const SparseView& view, int64_t tile_index) const {
-    return view.row_offsets[tile_index + 1] - view.row_offsets[tile_index] - bitmap_rows_;
   }
 
   int bitmap_rows_, stride_;

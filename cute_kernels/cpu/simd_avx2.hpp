@@ -34,6 +34,7 @@ struct Avx2 {
   using Words = __m256i;
 
   static Float zero() { return _mm256_setzero_ps(); }
+  static Float broadcast(float value) { return _mm256_set1_ps(value); }
   static Float load(const float* p) { return _mm256_loadu_ps(p); }
   static void store(float* p, Float v) { _mm256_storeu_ps(p, v); }
   static Float load8(const float* p) { return load(p); }

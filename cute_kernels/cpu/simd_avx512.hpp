@@ -16,6 +16,7 @@ struct Avx512 {
   using Words = __m512i;
 
   static Float zero() { return _mm512_setzero_ps(); }
+  static Float broadcast(float value) { return _mm512_set1_ps(value); }
   static Float load(const float* p) { return _mm512_loadu_ps(p); }
   static void store(float* p, Float v) { _mm512_storeu_ps(p, v); }
   static Float load8(const float* p) { return _mm512_zextps256_ps512(_mm256_loadu_ps(p)); }

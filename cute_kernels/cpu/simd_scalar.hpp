@@ -21,6 +21,11 @@ struct Scalar {
   };
 
   static Float zero() { return {}; }
+  static Float broadcast(float value) {
+    Float v;
+    for (float& x : v.at) x = value;
+    return v;
+  }
   static Float load(const float* p) {
     Float v;
     std::memcpy(v.at, p, sizeof v.at);

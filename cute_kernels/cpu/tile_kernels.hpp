@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "cute_kernels/cpu/attention_kernels.hpp"
 #include "cute_kernels/cpu/kernels.hpp"
 #include "cute_kernels/cpu/operand_rows.hpp"
 #include "cute_kernels/cpu/select_row.hpp"
@@ -168,6 +169,10 @@ constexpr Kernels make_kernels() {
           make_weights<Simd>,
           multiply_any<Simd, ValueShape>,
           select_row<Simd>,
+          softmax,
+          widen<Simd>,
+          dense_logits<Simd>,
+          dense_values<Simd>,
           nullptr};
 }
 

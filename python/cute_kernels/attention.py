@@ -10,7 +10,10 @@ from torch import Tensor
 
 from cute_kernels import _checks, reference
 from cute_kernels._backends import resolve
+from cute_kernels._extension import _C
 from cute_kernels.sparse_kv import SparseKV
+
+_MOST_SPLITS = 2**31 - 1  # more make no difference
 
 
 def sparse_attention(
@@ -35,15 +38,21 @@ def sparse_attention(
     scale: finite; None: 1 / sqrt(D).
     window: (k_win, v_win), each (B, Hkv, W, D) of k's dtype: dense tokens that follow the compressed ones.
     seq_lens: (B,) int32 on k's device, 0 to T: how many compressed tokens of each batch row count; the window follows
-        them. None: all T.
+        them. None: all T. The GPU kernels alone read them, without a synchronisation, and bring what is out of range
+        to the nearest end of it; "reference" and "cpu" check it.
     causal: the Sq queries stand for the Sq newest tokens; query i sees all tokens but the Sq - 1 - i newest. False:
         every query sees every token.
     return_lse: return (out, lse) with lse (B, Hq, Sq) float32, the natural logarithm of the sum of exponentials.
-    num_splits: into how many parts a kernel cuts the tokens; None lets it choose. The reference backend has no parts.
+    num_splits: the most parts that a kernel cuts a KV head's tokens into; None lets it choose. The reference backend
+        has no parts.
     out: where to put the result, contiguous and apart from the inputs; default: a new tensor.
-    backend: only "reference" serves so far, and reads seq_lens on the host; any other name, "auto" included, raises.
+    backend: "auto" takes "cpu" on the CPU and on a GPU the kernels of its compute capability, "sm80" (8.x) or
+        "sm90" (9.0, where "sm80" runs too). "reference" is plain torch. A backend that cannot serve the call raises.
 
-    Returns (B, Hq, Sq, D) of q's dtype. A query that sees no token gives zeros and an lse of -inf.
+    Returns (B, Hq, Sq, D) of q's dtype; softmax and accumulation in float32. A query that sees no token gives zeros
+    and an lse of -inf. What a query does not see has no part in its result, be it NaN or infinite. On "sm80" and "sm90"
+    there is an exception: a NaN or an infinity in a token of its own batch row and KV head that causality hides from
+    it, but not from a later query.
 
     Raises TypeError for a wrong class or dtype, ValueError for a wrong shape, device, stride or range, RuntimeError if
     the backend cannot serve the call; all before anything is launched.
@@ -68,18 +77,137 @@ def sparse_attention(
         dense = zip(("window[0]", "window[1]"), window or ())
         _checks.output(out, q.shape, q.dtype, k.device, (("q", q), ("k", k.blocks), ("v", v.blocks), *dense))
     name = resolve(backend, k.device)
-    if name != "reference":
-        raise RuntimeError(f"sparse_attention has no {name} kernels yet; pass backend='reference'")
-    _check_lengths(seq_lens, k.shape[2])
+    if name == "reference":
+        _check_lengths(seq_lens, k.shape[2])
+        keys, values = reference.decompress(k), reference.decompress(v)
+        result = _attend_reference(
+            keys, values, q, window=window, lengths=seq_lens, scale=scale, causal=causal, return_lse=return_lse, out=out
+        )
+    else:
+        if name == "cpu":
+            _check_lengths(seq_lens, k.shape[2])
+        result = _attend(
+            k._kernel_view(),
+            v._kernel_view(),
+            q,
+            window=window,
+            lengths=seq_lens,
+            scale=scale,
+            causal=causal,
+            return_lse=return_lse,
+            num_splits=min(num_splits or 0, _MOST_SPLITS),
+            out=out,
+            backend=name,
+        )
+    out, lse = result
+    return out if lse is None else (out, lse)
 
-    keys, values = reference.decompress(k), reference.decompress(v)
+
+def _attend(
+    keys: _C.SparseView,
+    values: _C.SparseView,
+    q: Tensor,
+    *,
+    window: tuple[Tensor, Tensor] | None = None,
+    window_lengths: Tensor | None = None,
+    lengths: Tensor | None = None,
+    sequences: Tensor | None = None,
+    scale: float,
+    causal: bool = True,
+    return_lse: bool = False,
+    num_splits: int = 0,
+    out: Tensor | None = None,
+    backend: str,
+) -> tuple[Tensor, Tensor | None]:
+    """Runs the kernels of "cpu", "sm80" or "sm90"; arguments were checked. Returns (out, lse or None).
+
+    keys, values: contiguous or of pages of one table; caches of `S` sequences.
+    q: (B, Hq, Sq, D). sequences: (B,) int32, the sequence that a row of q meets; None: row b meets sequence b.
+    window: two of (S, Hkv, W, D). window_lengths, lengths: (S,) int32, how many tokens of the window and of the
+        compressed cache count, from the first; None: all.
+    num_splits: 0 lets the kernels choose.
+    """
+    batch, q_heads, q_tokens, _ = q.shape
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if return_lse else None
+    if out.numel() == 0:
+        return out, lse
+    q = q.resolve_neg()
+    lengths, window_lengths, sequences = (
+        None if x is None else x.contiguous() for x in (lengths, window_lengths, sequences)
+    )
+    dense = None
+    if window is not None and window[0].shape[2]:
+        window = window[0].resolve_neg(), window[1].resolve_neg()
+        dense = _C.Window(
+            window[0].data_ptr(),
+            window[1].data_ptr(),
+            window[0].stride()[:3],
+            window[1].stride()[:3],
+            window[0].shape[2],
+            _address(window_lengths),
+        )
+    arguments = (
+        keys,
+        values,
+        dense,
+        q.data_ptr(),
+        q.stride()[:3],
+        batch,
+        q_heads,
+        q_tokens,
+        _address(sequences),
+        _address(lengths),
+        scale,
+        causal,
+        out.data_ptr(),
+        _address(lse),
+        num_splits,
+    )
+    if backend == "cpu":
+        _C.cpu.sparse_attention(*arguments, torch.get_num_threads())
+        return out, lse
+    if not hasattr(_C.cuda, "sparse_attention"):
+        raise RuntimeError(f"backend '{backend}' cannot serve this call: extension built without sparse_attention")
+    with torch.cuda.device(q.device):
+        nbytes = _C.cuda.attention_workspace_bytes(keys, batch, q_heads, q_tokens, backend)
+        workspace = torch.empty(nbytes, dtype=torch.uint8, device=q.device)
+        _C.cuda.sparse_attention(*arguments, workspace.data_ptr(), backend, torch.cuda.current_stream().cuda_stream)
+    return out, lse
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+@torch.no_grad()
+def _attend_reference(
+    keys: Tensor,
+    values: Tensor,
+    q: Tensor,
+    *,
+    window: tuple[Tensor, Tensor] | None = None,
+    window_lengths: Tensor | None = None,
+    lengths: Tensor | None = None,
+    sequences: Tensor | None = None,
+    scale: float,
+    causal: bool = True,
+    return_lse: bool = False,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """As `_attend` in plain torch, with dense keys and values (S, Hkv, T, D)."""
+    batch, compressed = keys.shape[0], keys.shape[2]
     if window is not None:
-        keys, values = torch.cat([keys, window[0].detach()], dim=2), torch.cat([values, window[1].detach()], dim=2)
-    visible = _visible(q.shape[2], k, keys.shape[2], seq_lens, causal)
+        keys, values = torch.cat([keys, window[0]], dim=2), torch.cat([values, window[1]], dim=2)
+    room = keys.shape[2] - compressed
+    tokens_of = torch.full((batch,), compressed, device=q.device) if lengths is None else lengths.long()
+    window_of = torch.full((batch,), room, device=q.device) if window_lengths is None else window_lengths.long()
+    if sequences is not None:
+        keys, values, tokens_of, window_of = (x[sequences.long()] for x in (keys, values, tokens_of, window_of))
+    visible = _visible(q.shape[2], compressed, keys.shape[2], tokens_of, window_of, causal)
     result, lse = reference.attention(q, keys, values, visible, scale)
-    with torch.no_grad():
-        out = result.to(q.dtype) if out is None else out.copy_(result)
-    return (out, lse) if return_lse else out
+    out = result.to(q.dtype) if out is None else out.copy_(result)
+    return out, lse if return_lse else None
 
 
 def _check_window(window: Any, k: SparseKV) -> None:
@@ -123,15 +251,15 @@ def _check_lengths(seq_lens: Tensor | None, tokens: int) -> None:
             raise ValueError(f"seq_lens must be from 0 to T = {tokens}, got from {least} to {most}")
 
 
-def _visible(queries: int, k: SparseKV, tokens: int, seq_lens: Tensor | None, causal: bool) -> Tensor:
-    """(B, Sq, tokens) bool, for `tokens` keys: the T compressed ones and the window."""
-    batch, _, compressed, _ = k.shape
-    token = torch.arange(tokens, device=k.device)
-    lengths = torch.full((batch,), compressed, device=k.device) if seq_lens is None else seq_lens.long()
+def _visible(queries: int, compressed: int, tokens: int, lengths: Tensor, window: Tensor, causal: bool) -> Tensor:
+    """(B, Sq, tokens) bool, for `tokens` keys, the first `compressed` of them compressed, the others the window's.
+
+    lengths, window: (B,) int64, how many of both count.
+    """
+    token = torch.arange(tokens, device=lengths.device)
+    lengths, end = lengths[:, None], (lengths + window)[:, None]
     # A token's place in its batch row: the window starts where the row's compressed tokens end.
-    place = torch.where(token < compressed, token, token - compressed + lengths[:, None])  # (B, tokens)
-    counts = (token >= compressed) | (token < lengths[:, None])  # (B, tokens)
-    end = (lengths + tokens - compressed)[:, None].expand(batch, queries)
-    if causal:
-        end = end - torch.arange(queries - 1, -1, -1, device=k.device)
-    return counts[:, None] & (place[:, None] < end[:, :, None])
+    place = torch.where(token < compressed, token, token - compressed + lengths)  # (B, tokens)
+    counts = torch.where(token < compressed, place < lengths, place < end)  # (B, tokens)
+    newer = torch.arange(queries - 1, -1, -1, device=lengths.device) * int(causal)
+    return counts[:, None] & (place[:, None] < (end - newer)[:, :, None])

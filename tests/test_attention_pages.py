@@ -1,0 +1,167 @@
+"""The kernels of sparse_attention on pools of pages, with windows of several lengths, and rows that pick sequences."""
+
+from __future__ import annotations
+
+import oracle
+import pytest
+import torch
+
+import cute_kernels as ck
+from cute_kernels._extension import _C, DTYPE_CODES, ROLE_CODES
+from cute_kernels.attention import _attend, _attend_reference
+
+TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
+
+
+class Pool:
+    """A SparseKV's tiles in pages, in an order of their own; slots that no page uses are full of ones."""
+
+    def __init__(self, kv: ck.SparseKV, tiles_per_page: int, page_table: torch.Tensor, pages: int, slot_rows: int):
+        sequences, kv_heads, tokens, head_dim = kv.shape
+        slots = pages * kv_heads * tiles_per_page
+        blocks = torch.full((slots, slot_rows, 32), -1, dtype=torch.int32)
+        rows = torch.full((slots,), kv.max_tile_rows, dtype=torch.int32)
+        token_order = torch.arange(64, dtype=torch.uint8).repeat(slots, 1)
+        offsets, tiles = kv.row_offsets.tolist(), tokens // 64
+        for s in range(sequences):
+            for head in range(kv_heads):
+                for tile in range(tiles):
+                    index = (s * kv_heads + head) * tiles + tile
+                    page = int(page_table[s, tile // tiles_per_page])
+                    slot = (page * kv_heads + head) * tiles_per_page + tile % tiles_per_page
+                    begin, end = offsets[index], offsets[index + 1]
+                    blocks[slot, : end - begin] = kv.blocks[begin:end]
+                    rows[slot] = end - begin
+                    token_order[slot] = kv.token_order[s, head, tile]
+        self.arguments = (ROLE_CODES[kv.role], DTYPE_CODES[kv.dtype], sequences, kv_heads, head_dim, slot_rows)
+        self.tensors = [blocks, rows, token_order, kv.channel_order, page_table]
+        self.tiles_per_page = tiles_per_page
+
+    def view(self, device) -> _C.SparseView:
+        self.tensors = [tensor.to(device) for tensor in self.tensors]
+        *storage, table = (tensor.data_ptr() for tensor in self.tensors)
+        return _C.SparseView.paged(*storage, *self.arguments, table, self.tensors[4].shape[1], self.tiles_per_page)
+
+
+def int32(values, device="cpu") -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+@pytest.mark.parametrize("dtype", oracle.DTYPES, ids=str)
+@pytest.mark.parametrize("tiles_per_page", [1, 2])
+@pytest.mark.parametrize("queries, groups", [(1, 4), (3, 1), (20, 5)])
+def test_pages(backend, queries, groups, tiles_per_page, dtype, rng):
+    if backend.name == "reference":
+        pytest.skip("the reference takes dense operands")
+    sequences, kv_heads, tokens, head_dim, room = 4, 2, 256, 128, 70
+    k, v = (oracle.gaussian(sequences, kv_heads, tokens, head_dim, dtype=dtype) for _ in range(2))
+    window = [oracle.gaussian(sequences, kv_heads, room, head_dim, dtype=dtype) for _ in range(2)]
+    lengths, window_lengths = [256, 64, 0, 128], [70, 1, 33, 0]
+    for s in range(sequences):  # what does not count must not be looked at
+        for tensor in window:
+            tensor[s, :, window_lengths[s] :] = float("nan")
+    pages = tokens // 64 // tiles_per_page
+    table = torch.randperm(sequences * pages).view(sequences, pages).int() + 1  # page 0 is nobody's
+    pools = []
+    for x, role, keep in ((k, "key", 38), (v, "value", 64)):
+        kv = ck.compress(x, role=role, keep=keep)
+        pools.append(Pool(kv, tiles_per_page, table, sequences * pages + 1, kv.max_tile_rows + rng.randint(0, 3)))
+        for s in range(sequences):  # pages beyond a sequence's length need not be there
+            pools[-1].tensors[4] = table.clone()
+    for pool in pools:
+        for s in range(sequences):
+            pool.tensors[4][s, -(-lengths[s] // (64 * tiles_per_page)) :] = -1
+    rows = rng.choices(range(sequences), k=3) + [1]
+    q = oracle.gaussian(len(rows), kv_heads * groups, queries, head_dim, dtype=dtype)
+    device = backend.device
+    out, lse = _attend(
+        pools[0].view(device),
+        pools[1].view(device),
+        q.to(device),
+        window=tuple(w.to(device) for w in window),
+        window_lengths=int32(window_lengths, device),
+        lengths=int32(lengths, device),
+        sequences=int32(rows, device),
+        scale=0.1,
+        return_lse=True,
+        backend=backend.name,
+    )
+    dense_k, dense_v = oracle.prune(k, 38), oracle.prune(v, 64)
+    for row, s in enumerate(rows):
+        part = tuple(w[s : s + 1, :, : window_lengths[s]] for w in window)
+        expected, expected_lse = oracle.attention(
+            q[row : row + 1], dense_k[s : s + 1], dense_v[s : s + 1], 0.1, part, lengths[s : s + 1]
+        )
+        assert oracle.relative_error(out[row : row + 1], expected) <= TOLERANCE[dtype]
+        torch.testing.assert_close(lse[row : row + 1].cpu().double(), expected_lse, atol=2e-3, rtol=1e-3)
+
+
+def test_lengths_of_windows_and_sequences(backend, rng):
+    """Contiguous caches with windows of several lengths, and rows of q that pick sequences."""
+    sequences, room, device = 3, 20, backend.device
+    k, v = oracle.gaussian(sequences, 2, 130, 64), oracle.gaussian(sequences, 2, 130, 64)
+    window = [oracle.gaussian(sequences, 2, room, 64) for _ in range(2)]
+    lengths, window_lengths, rows = [130, 7, 65], [3, 20, 0], [2, 0, 0, 1]
+    q = oracle.gaussian(len(rows), 6, 4, 64)
+    keys, values = ck.compress_kv(k.to(device), v.to(device), keep=20)
+    arguments = {
+        "window": tuple(w.to(device) for w in window),
+        "window_lengths": int32(window_lengths, device),
+        "lengths": int32(lengths, device),
+        "sequences": int32(rows, device),
+        "scale": 0.2,
+        "return_lse": True,
+    }
+    if backend.name == "reference":
+        dense = ck.decompress(keys), ck.decompress(values)
+        out, lse = _attend_reference(*dense, q.to(device), **arguments)
+    else:
+        views = keys._kernel_view(), values._kernel_view()
+        out, lse = _attend(*views, q.to(device), **arguments, backend=backend.name)
+    for row, s in enumerate(rows):
+        part = tuple(w[s : s + 1, :, : window_lengths[s]] for w in window)
+        dense = oracle.prune(k, 20)[s : s + 1], oracle.prune(v, 20)[s : s + 1]
+        expected, expected_lse = oracle.attention(q[row : row + 1], *dense, 0.2, part, lengths[s : s + 1])
+        assert oracle.relative_error(out[row : row + 1], expected) <= 2e-3
+        torch.testing.assert_close(lse[row : row + 1].cpu().double(), expected_lse, atol=2e-3, rtol=1e-3)
+
+
+def test_lengths_out_of_range_are_clamped_by_kernels(backend, rng):
+    if backend.name == "reference":
+        pytest.skip("the reference takes lengths as they are")
+    x = oracle.gaussian(2, 1, 100, 64)
+    keys, values = ck.compress_kv(x.to(backend.device), x.to(backend.device), keep=20)
+    window = (oracle.gaussian(2, 1, 5, 64).to(backend.device),) * 2
+    q = oracle.gaussian(2, 2, 1, 64).to(backend.device)
+
+    def run(lengths, window_lengths):
+        views = keys._kernel_view(), values._kernel_view()
+        return _attend(
+            *views,
+            q,
+            window=window,
+            window_lengths=int32(window_lengths, backend.device),
+            lengths=int32(lengths, backend.device),
+            scale=0.1,
+            backend=backend.name,
+        )[0]
+
+    assert oracle.same_bits(run([-5, 2**30], [2**30, -1]), run([0, 100], [5, 0]))
+
+
+def test_the_cpu_names_a_sequence_or_page_that_is_not_there(rng):
+    x = oracle.gaussian(2, 1, 128, 64)
+    keys, values = ck.compress_kv(x, x, keep=20)
+    q = oracle.gaussian(1, 2, 1, 64)
+    views = keys._kernel_view(), values._kernel_view()
+    for bad in (-1, 2):
+        with pytest.raises(IndexError, match=r"sequences\[0\]"):
+            _attend(*views, q, sequences=int32([bad]), scale=1.0, backend="cpu")
+    table = int32([[0, 1], [2, -1]])
+    pools = [Pool(kv, 1, int32([[0, 1], [2, 3]]), 4, kv.max_tile_rows) for kv in (keys, values)]
+    for pool in pools:
+        pool.tensors[4] = table
+    views = [pool.view("cpu") for pool in pools]
+    with pytest.raises(ValueError, match="page 1 for sequence 1"):
+        _attend(*views, q, sequences=int32([1]), scale=1.0, backend="cpu")
+    _attend(*views, q, sequences=int32([1]), lengths=int32([128, 64]), scale=1.0, backend="cpu")
