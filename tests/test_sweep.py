@@ -40,14 +40,14 @@ def read(folder):
 def test_rows_and_files(tmp_path, capsys):
     assert sweep.main([*TINY, "--dtype", "float16", "--dtype", "bfloat16", "--out", str(tmp_path)]) == 0
     table, objects = read(tmp_path)
-    assert [(r["op"], r["dtype"]) for r in objects] == [
-        (op, dtype) for op in ("sparse_qk", "sparse_av", "compress") for dtype in ("float16", "bfloat16")]
+    ops = "sparse_qk", "sparse_av", "sparse_attention", "compress"
+    assert [(r["op"], r["dtype"]) for r in objects] == [(op, d) for op in ops for d in ("float16", "bfloat16")]
     assert list(table[0]) == list(objects[0]) == [name for name in rows.FIELDS if name not in rows.COUNTERS]
     for line, row in zip(table, objects, strict=True):
         assert line == {name: "" if value is None else str(value) for name, value in row.items()}
         assert [row[name] for name in ("B", "Hq", "Hkv", "Sq", "T", "D")] == [1, 4, 2, 2, 200, 64]
         assert (row["backend"], row["keep"], row["data"], row["repeats"], row["seed"]) == ("cpu", 19, "gaussian", 3, 0)
-        assert row["peer"] == ("copy" if row["op"] == "compress" else "torch bf16")
+        assert row["peer"] == {"compress": "copy", "sparse_attention": "sdpa"}.get(row["op"], "torch bf16")
         assert row["median_us"] > 0 and row["iqr_us"] >= 0 and row["tb_per_s"] > 0
         assert row["ratio"] == pytest.approx(row["peer_us"] / row["median_us"], rel=1e-4)
         assert row["rel_err"] <= row["tolerance"] and row["status"] == "ok"
@@ -57,7 +57,7 @@ def test_rows_and_files(tmp_path, capsys):
         assert row["torch"] == torch.__version__ and row["device"] and row["commit"] and row["timestamp"]
     assert "float16 | gaussian" in (tmp_path / "sweep.md").read_text(encoding="utf-8")
     printed = capsys.readouterr().out
-    assert "sparse_attention has no cpu kernels yet" in printed and f"wrote {tmp_path / 'sweep.csv'}" in printed
+    assert f"wrote {tmp_path / 'sweep.csv'}" in printed
 
 
 def test_a_row_names_the_command_that_reproduces_it(tmp_path):
@@ -125,7 +125,7 @@ def test_errors_of_a_case_are_reasons(tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(run, "measure_case", no_values)
     assert sweep.main([*TINY, "--out", str(tmp_path)]) == 0
-    assert [row["op"] for row in read(tmp_path)[1]] == ["sparse_qk", "compress"]
+    assert [row["op"] for row in read(tmp_path)[1]] == ["sparse_qk", "sparse_attention", "compress"]
     assert "head_dim 64 is not instantiated" in capsys.readouterr().out
 
 
