@@ -25,24 +25,25 @@ def backends() -> dict[str, str]:
     return {name: _status(name, None) for name in BACKENDS}
 
 
-def resolve(backend: str, device: torch.device) -> str:
-    """The backend that serves a call on `device`, one of BACKENDS.
-
-    backend: "auto" takes "cpu" on the CPU, "sm80" on compute capability 8.x and "sm90" on 9.0. Any other name is taken
-        as it is; "sm80" runs on 9.0 too.
-
-    Raises TypeError if backend is no str; ValueError for an unknown name; RuntimeError, saying what is missing, if that
-    backend cannot serve tensors on `device`. Nothing else is tried in its place.
-    """
+def check_name(backend: str) -> str:
+    """Raises TypeError if backend is no str, ValueError for an unknown name."""
     if not isinstance(backend, str):
         raise TypeError(f"backend must be a str, got {type(backend).__name__}")
-    return _resolve(backend, device)
+    if backend != "auto" and backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(map(repr, ('auto', *BACKENDS)))}, got {backend!r}")
+    return backend
 
 
 @lru_cache(maxsize=64)
-def _resolve(backend: str, device: torch.device) -> str:
-    if backend != "auto" and backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {', '.join(map(repr, ('auto', *BACKENDS)))}, got {backend!r}")
+def resolve(backend: str, device: torch.device) -> str:
+    """The backend that serves a call on `device`, one of BACKENDS.
+
+    backend: a name that `check_name` passed. "auto" takes "cpu" on the CPU, "sm80" on compute capability 8.x and "sm90"
+        on 9.0. Any other name is taken as it is; "sm80" runs on 9.0 too.
+
+    Raises RuntimeError, saying what is missing, if that backend cannot serve tensors on `device`. Nothing else is tried
+    in its place.
+    """
     name = _automatic(device) if backend == "auto" else backend
     if name == "reference":
         return name

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import numbers
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -211,14 +211,8 @@ def query_side(
     return batch, heads, queries
 
 
-def output(
-    out: Any,
-    expected: Sequence[int],
-    expected_dtype: torch.dtype,
-    of: torch.device,
-    inputs: Iterable[tuple[str, Tensor]],
-) -> None:
-    """A result's memory given by the caller: contiguous, and apart from the inputs."""
+def output(out: Any, expected: Sequence[int], expected_dtype: torch.dtype, of: torch.device) -> None:
+    """A result's memory given by the caller: contiguous. That it lies apart from the inputs, `apart` checks."""
     tensor(out, "out")
     dtype(out, "out", (expected_dtype,))
     if tuple(out.shape) != tuple(expected):
@@ -227,8 +221,14 @@ def output(
         raise ValueError(f"out must be on the device of the inputs, {of}, got {out.device}")
     if not out.is_contiguous():
         raise ValueError(f"out must be contiguous, got strides {tuple(out.stride())}")
+
+
+def apart(out: Tensor, **inputs: Tensor | None) -> None:
+    """Raises ValueError if `out` shares memory with an input; for tensors with data."""
     begin, end = _span(out)
-    for name, value in inputs:
+    for name, value in inputs.items():
+        if value is None:
+            continue
         other_begin, other_end = _span(value)
         if begin < other_end and other_begin < end:
             raise ValueError(f"out must not share memory with {name}")
@@ -237,7 +237,7 @@ def output(
 def _span(value: Tensor) -> tuple[int, int]:
     """Addresses of the first byte a tensor may touch and of the one after its last."""
     begin = value.data_ptr()
-    if value.numel() == 0:
-        return begin, begin
+    if value.numel() == 0 or value.is_contiguous():
+        return begin, begin + value.nbytes
     last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride()))
     return begin, begin + (last + 1) * value.element_size()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cute_kernels import _checks, reference
-from cute_kernels._backends import resolve
+from cute_kernels import _checks, _ops, reference
+from cute_kernels._backends import check_name, resolve
 from cute_kernels._extension import _C
 from cute_kernels.sparse_kv import SparseKV
 
@@ -74,32 +75,14 @@ def sparse_attention(
     if num_splits is not None and _checks.integer(num_splits, "num_splits") < 1:
         raise ValueError(f"num_splits must be at least 1, got {num_splits}")
     if out is not None:
-        dense = zip(("window[0]", "window[1]"), window or ())
-        _checks.output(out, q.shape, q.dtype, k.device, (("q", q), ("k", k.blocks), ("v", v.blocks), *dense))
-    name = resolve(backend, k.device)
-    if name == "reference":
-        _check_lengths(seq_lens, k.shape[2])
-        keys, values = reference.decompress(k), reference.decompress(v)
-        result = _attend_reference(
-            keys, values, q, window=window, lengths=seq_lens, scale=scale, causal=causal, return_lse=return_lse, out=out
-        )
-    else:
-        if name == "cpu":
-            _check_lengths(seq_lens, k.shape[2])
-        result = _attend(
-            k._kernel_view(),
-            v._kernel_view(),
-            q,
-            window=window,
-            lengths=seq_lens,
-            scale=scale,
-            causal=causal,
-            return_lse=return_lse,
-            num_splits=min(num_splits or 0, _MOST_SPLITS),
-            out=out,
-            backend=name,
-        )
-    out, lse = result
+        _checks.output(out, q.shape, q.dtype, k.device)
+    check_name(backend)
+    inputs = q, *_ops.storage(k), *_ops.storage(v), *(window or (None, None)), seq_lens
+    options = k.shape[2], scale, causal, min(num_splits or 0, _MOST_SPLITS), backend
+    if out is None:
+        return (_ATTENTION_LSE if return_lse else _ATTENTION)(*inputs, *options)
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32) if return_lse else None
+    _ATTENTION_OUT(*inputs, *options, out, lse)
     return out if lse is None else (out, lse)
 
 
@@ -117,6 +100,7 @@ def _attend(
     return_lse: bool = False,
     num_splits: int = 0,
     out: Tensor | None = None,
+    lse: Tensor | None = None,
     backend: str,
 ) -> tuple[Tensor, Tensor | None]:
     """Runs the kernels of "cpu", "sm80" or "sm90"; arguments were checked. Returns (out, lse or None).
@@ -125,20 +109,19 @@ def _attend(
     q: (B, Hq, Sq, D). sequences: (B,) int32, the sequence that a row of q meets; None: row b meets sequence b.
     window: two of (S, Hkv, W, D). window_lengths, lengths: (S,) int32, how many tokens of the window and of the
         compressed cache count, from the first; None: all.
-    num_splits: 0 lets the kernels choose.
+    num_splits: 0 lets the kernels choose. out, lse: where to put the results, contiguous; None: new tensors.
     """
-    batch, q_heads, q_tokens, _ = q.shape
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if return_lse else None
+    if out is None:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if lse is None and return_lse:
+        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     if out.numel() == 0:
         return out, lse
     q = q.resolve_neg()
-    lengths, window_lengths, sequences = (
-        None if x is None else x.contiguous() for x in (lengths, window_lengths, sequences)
-    )
     dense = None
     if window is not None and window[0].shape[2]:
         window = window[0].resolve_neg(), window[1].resolve_neg()
+        window_lengths = _contiguous(window_lengths)
         dense = _C.Window(
             window[0].data_ptr(),
             window[1].data_ptr(),
@@ -147,6 +130,8 @@ def _attend(
             window[0].shape[2],
             _address(window_lengths),
         )
+    batch, q_heads, q_tokens, _ = q.shape
+    sequences, lengths = _contiguous(sequences), _contiguous(lengths)
     arguments = (
         keys,
         values,
@@ -176,6 +161,10 @@ def _attend(
     return out, lse
 
 
+def _contiguous(tensor: Tensor | None) -> Tensor | None:
+    return tensor if tensor is None else tensor.contiguous()
+
+
 def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
@@ -192,9 +181,8 @@ def _attend_reference(
     sequences: Tensor | None = None,
     scale: float,
     causal: bool = True,
-    return_lse: bool = False,
     out: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor]:
     """As `_attend` in plain torch, with dense keys and values (S, Hkv, T, D)."""
     batch, compressed = keys.shape[0], keys.shape[2]
     if window is not None:
@@ -207,7 +195,7 @@ def _attend_reference(
     visible = _visible(q.shape[2], compressed, keys.shape[2], tokens_of, window_of, causal)
     result, lse = reference.attention(q, keys, values, visible, scale)
     out = result.to(q.dtype) if out is None else out.copy_(result)
-    return out, lse if return_lse else None
+    return out, lse
 
 
 def _check_window(window: Any, k: SparseKV) -> None:
@@ -218,15 +206,17 @@ def _check_window(window: Any, k: SparseKV) -> None:
     if len(window) != 2:
         raise ValueError(f"window must be a pair (k_win, v_win) of tensors, got {len(window)} of them")
     batch, kv_heads, _, head_dim = k.shape
+    dtypes, device = (k.dtype,), k.device
     for name, dense in zip(("window[0]", "window[1]"), window):
         _checks.tensor(dense, name)
-        _checks.dtype(dense, name, (k.dtype,), " like k")
-        if dense.dim() != 4 or (*dense.shape[:2], dense.shape[3]) != (batch, kv_heads, head_dim):
+        _checks.dtype(dense, name, dtypes, " like k")
+        sizes = dense.shape
+        if len(sizes) != 4 or sizes[0] != batch or sizes[1] != kv_heads or sizes[3] != head_dim:
             raise ValueError(
                 f"{name} must have shape (B, Hkv, W, D) with B, Hkv, D = {batch}, {kv_heads}, {head_dim} as in k, "
                 f"got {tuple(dense.shape)}"
             )
-        _checks.device(dense, name, k.device, "k")
+        _checks.device(dense, name, device, "k")
         _checks.unit_stride(dense, name)
     if window[0].shape != window[1].shape:
         raise ValueError(
@@ -244,11 +234,10 @@ def _check_seq_lens(seq_lens: Any, k: SparseKV) -> None:
     _checks.device(seq_lens, "seq_lens", k.device, "k")
 
 
-def _check_lengths(seq_lens: Tensor | None, tokens: int) -> None:
-    if seq_lens is not None and seq_lens.numel():
-        least, most = (int(value) for value in torch.stack(seq_lens.aminmax()))
-        if least < 0 or most > tokens:
-            raise ValueError(f"seq_lens must be from 0 to T = {tokens}, got from {least} to {most}")
+def _check_lengths(seq_lens: Tensor, tokens: int) -> None:
+    lengths = seq_lens.tolist()
+    if lengths and not 0 <= min(lengths) <= max(lengths) <= tokens:
+        raise ValueError(f"seq_lens must be from 0 to T = {tokens}, got from {min(lengths)} to {max(lengths)}")
 
 
 def _visible(queries: int, compressed: int, tokens: int, lengths: Tensor, window: Tensor, causal: bool) -> Tensor:
@@ -263,3 +252,87 @@ def _visible(queries: int, compressed: int, tokens: int, lengths: Tensor, window
     counts = torch.where(token < compressed, place < lengths, place < end)  # (B, tokens)
     newer = torch.arange(queries - 1, -1, -1, device=lengths.device) * int(causal)
     return counts[:, None] & (place[:, None] < (end - newer)[:, :, None])
+
+
+# ---- torch.ops.cute_kernels ------------------------------------------------------------------------------------------
+
+
+def _run(
+    q: Tensor,
+    k_cache: Sequence[Tensor],
+    k_max_tile_rows: int,
+    v_cache: Sequence[Tensor],
+    v_max_tile_rows: int,
+    k_window: Tensor | None,
+    v_window: Tensor | None,
+    seq_lens: Tensor | None,
+    tokens: int,
+    scale: float,
+    causal: bool,
+    num_splits: int,
+    backend: str,
+    *,
+    return_lse: bool = False,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    backend = resolve(backend, q.device)
+    keys = k_cache, k_max_tile_rows, "key", q.dtype, tokens, q.shape[3]
+    values = v_cache, v_max_tile_rows, "value", q.dtype, tokens, q.shape[3]
+    window = None if k_window is None or v_window is None else (k_window, v_window)
+    if seq_lens is not None and backend in ("reference", "cpu"):
+        _check_lengths(seq_lens, tokens)
+    if backend != "reference":
+        return _attend(
+            _ops.kernel_view(*keys),
+            _ops.kernel_view(*values),
+            q,
+            window=window,
+            lengths=seq_lens,
+            scale=scale,
+            causal=causal,
+            return_lse=return_lse,
+            num_splits=num_splits,
+            out=out,
+            lse=lse,
+            backend=backend,
+        )
+    dense = (reference.decompress(_ops.sparse_kv(*cache)) for cache in (keys, values))
+    out, computed = _attend_reference(*dense, q, window=window, lengths=seq_lens, scale=scale, causal=causal, out=out)
+    return out, computed if lse is None else lse.copy_(computed)
+
+
+def _attention(*arguments: Any) -> Tensor:
+    return _run(*arguments)[0]
+
+
+def _attention_lse(*arguments: Any) -> tuple[Tensor, Tensor | None]:
+    return _run(*arguments, return_lse=True)
+
+
+def _attention_out(q: Tensor, k_cache: Sequence[Tensor], *arguments: Any) -> None:
+    _, v_cache, _, k_window, v_window, *_, out, lse = arguments
+    windows = {"window[0]": k_window, "window[1]": v_window}
+    _checks.apart(out, q=q, k=k_cache[0], v=v_cache[0], **windows)
+    _run(q, k_cache, *arguments[:-2], out=out, lse=lse)
+
+
+def _attention_fake(q: Tensor, *_: Any) -> Tensor:
+    return q.new_empty(q.shape)
+
+
+def _attention_lse_fake(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+_ARGUMENTS = (
+    "Tensor q, Tensor[] k_cache, SymInt k_max_tile_rows, Tensor[] v_cache, SymInt v_max_tile_rows, Tensor? k_window, "
+    "Tensor? v_window, Tensor? seq_lens, SymInt tokens, float scale, bool causal, int num_splits, str backend"
+)
+_ATTENTION = _ops.define(f"sparse_attention({_ARGUMENTS}) -> Tensor", _attention, _attention_fake)
+_ATTENTION_LSE = _ops.define(
+    f"sparse_attention_lse({_ARGUMENTS}) -> (Tensor, Tensor)", _attention_lse, _attention_lse_fake
+)
+_ATTENTION_OUT = _ops.define(
+    f"sparse_attention_out({_ARGUMENTS}, Tensor(a!) out, Tensor(b!)? lse) -> ()", _attention_out, _ops.no_results
+)
