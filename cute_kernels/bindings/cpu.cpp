@@ -62,10 +62,35 @@ void sparse_av(const SparseView& view, uintptr_t p, const Strides& p_strides, in
                  to_pointer<uint16_t>(out), threads);
 }
 
+compress::Pool make_pool(const SparseView& keys, const SparseView& values, int key_keep, int value_keep,
+                         uintptr_t dropped, uintptr_t error) {
+  return {keys, values, key_keep, value_keep, to_pointer<int64_t>(dropped), to_pointer<int32_t>(error)};
+}
+
+cpu::DenseView rows_of_pool(const SparseView& view, uintptr_t x, const Strides& strides, int batch, int64_t tokens) {
+  return {to_pointer<uint16_t>(x), strides[0], strides[1],    strides[2], batch,
+          view.kv_heads,           tokens,     view.head_dim, view.dtype};
+}
+
+void store(const compress::Pool& pool, uintptr_t k, const Strides& k_strides, uintptr_t v, const Strides& v_strides,
+           int batch, int64_t tokens, uintptr_t sequences, uintptr_t first_tiles, int new_order, int threads) {
+  cpu::store(pool, rows_of_pool(pool.keys, k, k_strides, batch, tokens),
+             rows_of_pool(pool.values, v, v_strides, batch, tokens),
+             {to_pointer<int32_t>(sequences), to_pointer<int32_t>(first_tiles)},
+             static_cast<compress::NewOrder>(new_order), threads);
+}
+
+void load(const compress::Pool& pool, int sequence, int first_tile, int tiles, uintptr_t keys, uintptr_t values,
+          int threads) {
+  cpu::load(pool, {sequence, first_tile, tiles}, to_pointer<uint16_t>(keys), to_pointer<uint16_t>(values), threads);
+}
+
 }  // namespace
 
 void bind_cpu(py::module_& m) {
   using namespace py::literals;
+  py::class_<compress::Pool>(m, "Pool", "Keys and values in pages of one table, as pointers and sizes; owns nothing")
+      .def(py::init(&make_pool), "keys"_a, "values"_a, "key_keep"_a, "value_keep"_a, "dropped"_a, "error"_a);
   auto c = m.def_submodule("cpu", "The CPU backend: host pointers, sizes, the number of threads");
   c.def("isa", [] { return cpu::kernels().name; },
         "Instruction set of the kernels: \"avx512\", \"avx2\" or \"scalar\"; CUTE_KERNELS_CPU_ISA picks a lower one");
@@ -75,6 +100,10 @@ void bind_cpu(py::module_& m) {
         "kv_heads"_a, "tokens"_a, "head_dim"_a, "token_order"_a, "longest"_a, "longest2"_a, "threads"_a);
   c.def("pack", &pack, Unlocked(), "x"_a, "strides"_a, "masks"_a, "view"_a, "threads"_a);
   c.def("decompress", &decompress, Unlocked(), "view"_a, "out"_a, "threads"_a);
+  c.def("store", &store, Unlocked(), "pool"_a, "k"_a, "k_strides"_a, "v"_a, "v_strides"_a, "batch"_a, "tokens"_a,
+        "sequences"_a, "first_tiles"_a, "new_order"_a, "threads"_a);
+  c.def("load", &load, Unlocked(), "pool"_a, "sequence"_a, "first_tile"_a, "tiles"_a, "keys"_a, "values"_a,
+        "threads"_a);
   c.def("sparse_qk", &sparse_qk, Unlocked(), "view"_a, "q"_a, "q_strides"_a, "q_heads"_a, "q_tokens"_a, "scale"_a,
         "out"_a, "out_dtype"_a, "threads"_a);
   c.def("sparse_av", &sparse_av, Unlocked(), "view"_a, "p"_a, "p_strides"_a, "p_dtype"_a, "q_heads"_a, "q_tokens"_a,

@@ -1,7 +1,6 @@
 // The order of tokens inside each tile, see format/token_order.hpp.
-#include "cute_kernels/cpu/cpu.hpp"
 #include "cute_kernels/cpu/parallel.hpp"
-#include "cute_kernels/format/token_order.hpp"
+#include "cute_kernels/cpu/tile_steps.hpp"
 
 namespace cute_kernels::cpu {
 namespace {
@@ -34,18 +33,9 @@ struct ClassMasks {
 template <int Classes>
 void count_tokens(const BalanceOperand& operand, int64_t head, int64_t tile, int64_t tokens, int head_dim,
                   int first_class, format::TokenCounts<Classes>& counts) {
-  const int words = head_dim / 32;
-  const ClassMasks classes(operand.channel_order + head * head_dim, head_dim);
-  for (int t = 0; t < kTileTokens; ++t) {
-    const int64_t token = tile * kTileTokens + t;
-    const uint32_t* mask = operand.masks + (head * tokens + token) * words;
-    for (int c = 0; c < kClasses; ++c) {
-      int n = 0;
-      if (token < tokens)
-        for (int w = 0; w < words; ++w) n += count_bits(mask[w] & classes.word[c][w]);
-      counts.count[t][first_class + c] = static_cast<uint8_t>(n);
-    }
-  }
+  const int64_t first = tile * kTileTokens;
+  count_classes(operand.masks + (head * tokens + first) * (head_dim / 32), tokens - first,
+                operand.channel_order + head * head_dim, head_dim, &counts.count[0][first_class], Classes);
 }
 
 template <int Classes>
@@ -67,6 +57,19 @@ void balance_tiles(const BalanceOperand& first, const BalanceOperand& second, in
 }
 
 }  // namespace
+
+void count_classes(const uint32_t* masks, int64_t tokens, const uint8_t* channel_order, int padded, uint8_t* counts,
+                   int stride) {
+  const int words = padded / 32;
+  const ClassMasks classes(channel_order, padded);
+  for (int t = 0; t < kTileTokens; ++t, masks += words, counts += stride)
+    for (int c = 0; c < kClasses; ++c) {
+      int n = 0;
+      if (t < tokens)
+        for (int w = 0; w < words; ++w) n += count_bits(masks[w] & classes.word[c][w]);
+      counts[c] = static_cast<uint8_t>(n);
+    }
+}
 
 void balance(const BalanceOperand& first, const BalanceOperand& second, int64_t heads, int64_t tokens,
              int padded_head_dim, uint8_t* token_order, int threads) {

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "cute_kernels/compress/pool.hpp"
 #include "cute_kernels/format/storage.hpp"
 
 namespace cute_kernels::cpu {
@@ -55,6 +56,13 @@ void pack(const DenseView& x, const uint32_t* masks, const SparseView& view, int
 
 // out: contiguous (batch, kv_heads, tokens, head_dim).
 void decompress(const SparseView& view, uint16_t* out, int threads);
+
+// Selects, orders and packs k and v, whole tiles of tokens, straight into the pool's slots.
+void store(const compress::Pool& pool, const DenseView& k, const DenseView& v, const compress::PoolRows& rows,
+           compress::NewOrder order, int threads);
+
+// keys, values: contiguous (kv_heads, tokens of the run, head_dim); zeros where there is no page.
+void load(const compress::Pool& pool, const compress::TileRun& run, uint16_t* keys, uint16_t* values, int threads);
 
 // out: contiguous (batch, q.heads, q.tokens, tokens) of out_dtype.
 void sparse_qk(const SparseView& view, const DenseOperand& q, float scale, void* out, DType out_dtype, int threads);

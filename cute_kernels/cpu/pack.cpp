@@ -1,11 +1,13 @@
 // Dense rows to tiles and back. A tile goes through a dense copy in position order, element_layout's codomain.
 #include <algorithm>
 #include <cstring>
+#include <utility>
 #include <vector>
 
-#include "cute_kernels/cpu/cpu.hpp"
+#include "cute_kernels/common/numeric.hpp"
 #include "cute_kernels/cpu/layout.hpp"
 #include "cute_kernels/cpu/parallel.hpp"
+#include "cute_kernels/cpu/tile_steps.hpp"
 
 namespace cute_kernels::cpu {
 namespace {
@@ -33,24 +35,6 @@ struct TileInfo {
   }
 };
 
-void gather(const DenseView& x, const uint32_t* masks, const TileInfo& tile, int padded, uint16_t* dense) {
-  uint16_t kept[format::kMaxHeadDim];  // one token in natural channel order; padding channels are empty
-  for (int t = 0; t < kTileTokens; ++t) {
-    uint16_t* row = dense + t * padded;
-    const int64_t token = tile.first_token + tile.token_order[t];
-    if (token >= x.tokens) {
-      std::memset(row, 0, padded * sizeof *row);
-      continue;
-    }
-    const uint16_t* values = x.row(tile.head, token);
-    const uint32_t* mask = masks + (tile.head * x.tokens + token) * (padded / 32);
-    for (int c = 0; c < x.head_dim; ++c)
-      kept[c] = values[c] & static_cast<uint16_t>(0u - ((mask[c / 32] >> (c % 32)) & 1));
-    for (int c = x.head_dim; c < padded; ++c) kept[c] = 0;
-    for (int c = 0; c < padded; ++c) row[c] = kept[tile.channel_order[c]];
-  }
-}
-
 // The value streams of one lane, with room for the value after the last: loops over elements take no branch on the
 // pattern.
 struct LaneStreams {
@@ -58,6 +42,46 @@ struct LaneStreams {
   uint16_t value[kStreams][kMost];
   int length[kStreams];
 };
+
+}  // namespace
+
+void gather_tile(const DenseView& x, int64_t head, int64_t first_token, const uint32_t* masks,
+                 const uint8_t* token_order, const uint8_t* channel_order, int padded, uint16_t* dense) {
+  uint16_t kept[format::kMaxHeadDim];  // one token in natural channel order; padding channels are empty
+  for (int t = 0; t < kTileTokens; ++t) {
+    uint16_t* row = dense + t * padded;
+    const int64_t token = first_token + token_order[t];
+    if (token >= x.tokens) {
+      std::memset(row, 0, padded * sizeof *row);
+      continue;
+    }
+    const uint16_t* values = x.row(head, token);
+    const uint32_t* mask = masks + token_order[t] * (padded / 32);
+    for (int c = 0; c < x.head_dim; ++c)
+      kept[c] = values[c] & static_cast<uint16_t>(0u - ((mask[c / 32] >> (c % 32)) & 1));
+    for (int c = x.head_dim; c < padded; ++c) kept[c] = 0;
+    for (int c = 0; c < padded; ++c) row[c] = kept[channel_order[c]];
+  }
+}
+
+int trim_streams(uint16_t* dense, const uint16_t* positions, int padded, int most, DType dtype) {
+  const int elements = format::lane_elements(padded);
+  int dropped = 0;
+  std::vector<std::pair<uint32_t, uint16_t*>> stream;  // magnitude and place
+  for (int lane = 0; lane < kLanes; ++lane, positions += elements)
+    for (int s = 0; s < kStreams; ++s) {
+      stream.clear();
+      for (int e = elements - kStreams + s; e >= 0; e -= kStreams)  // the later first
+        if (uint16_t* value = dense + positions[e]; *value)
+          stream.emplace_back(magnitude_key(*value, nan_key(dtype)), value);
+      const int excess = static_cast<int>(stream.size()) - most;
+      if (excess <= 0) continue;
+      std::stable_sort(stream.begin(), stream.end(), [](auto& a, auto& b) { return a.first < b.first; });
+      for (int i = 0; i < excess; ++i) *stream[i].second = 0;
+      dropped += excess;
+    }
+  return dropped;
+}
 
 void write_block(const uint16_t* dense, const uint16_t* positions, int padded, int rows, uint32_t* block) {
   const int elements = format::lane_elements(padded), bitmap_rows = format::bitmap_rows(padded);
@@ -107,8 +131,6 @@ void read_block(const uint32_t* block, const uint16_t* positions, int padded, in
   }
 }
 
-}  // namespace
-
 void pack(const DenseView& x, const uint32_t* masks, const SparseView& view, int threads) {
   const int padded = view.padded_head_dim;
   const uint16_t* positions = element_table(view.role, padded).data();
@@ -116,10 +138,22 @@ void pack(const DenseView& x, const uint32_t* masks, const SparseView& view, int
     std::vector<uint16_t> dense(static_cast<size_t>(kTileTokens) * padded);
     for (int64_t task; (task = queue.next()) >= 0;) {
       const TileInfo tile(view, task);
-      gather(x, masks, tile, padded, dense.data());
+      const uint32_t* tile_masks = masks + (tile.head * x.tokens + tile.first_token) * (padded / 32);
+      gather_tile(x, tile.head, tile.first_token, tile_masks, tile.token_order, tile.channel_order, padded,
+                  dense.data());
       write_block(dense.data(), positions, padded, tile.rows, const_cast<uint32_t*>(tile.block));
     }
   });
+}
+
+void scatter_tile(const uint16_t* dense, const uint8_t* token_order, const uint8_t* channel_order, int padded,
+                  int head_dim, int64_t tokens, uint16_t* out) {
+  uint16_t row[format::kMaxHeadDim];
+  for (int t = 0; t < kTileTokens; ++t) {
+    if (token_order[t] >= tokens) continue;
+    for (int c = 0; c < padded; ++c) row[channel_order[c]] = dense[t * padded + c];
+    std::memcpy(out + int64_t{token_order[t]} * head_dim, row, head_dim * sizeof *row);
+  }
 }
 
 void decompress(const SparseView& view, uint16_t* out, int threads) {
@@ -127,16 +161,11 @@ void decompress(const SparseView& view, uint16_t* out, int threads) {
   const uint16_t* positions = element_table(view.role, padded).data();
   parallel(threads, view.tiles(), [&](TaskQueue& queue) {
     std::vector<uint16_t> dense(static_cast<size_t>(kTileTokens) * padded);
-    uint16_t row[format::kMaxHeadDim];
     for (int64_t task; (task = queue.next()) >= 0;) {
       const TileInfo tile(view, task);
       read_block(tile.block, positions, padded, tile.rows, dense.data());
-      for (int t = 0; t < kTileTokens; ++t) {
-        const int64_t token = tile.first_token + tile.token_order[t];
-        if (token >= view.tokens) continue;
-        for (int c = 0; c < padded; ++c) row[tile.channel_order[c]] = dense[t * padded + c];
-        std::memcpy(out + (tile.head * view.tokens + token) * view.head_dim, row, view.head_dim * sizeof *row);
-      }
+      scatter_tile(dense.data(), tile.token_order, tile.channel_order, padded, view.head_dim,
+                   view.tokens - tile.first_token, out + (tile.head * view.tokens + tile.first_token) * view.head_dim);
     }
   });
 }

@@ -92,6 +92,56 @@ inline void choose_token_order(TokenCounts<Classes> const& counts, uint8_t order
   }
 }
 
+// A tile in a slot may be too long for it by a row or two. Then one swap after the other is made against that: of the
+// group with the stream that is the most rows above its cache's bound (ties: the lowest group) a token goes to another
+// group, such that the sum of squared excesses gets least (ties: lower x, then lower y). Ends when all streams fit,
+// when no swap helps, or after kFitSwaps.
+inline constexpr int kFitSwaps = 16;
+
+CUTE_HOST_DEVICE constexpr int squared_excess(int length, int bound) {
+  return length > bound ? (length - bound) * (length - bound) : 0;
+}
+
+// bound: of each cache's streams.
+template <int Classes>
+inline void fit_token_order(TokenCounts<Classes> const& counts, int const* bound, uint8_t order[kTileTokens]) {
+  int load[kTokenGroups][Classes] = {};
+  for (int p = 0; p < kTileTokens; ++p)
+    for (int c = 0; c < Classes; ++c) load[p % kTokenGroups][c] += counts.count[order[p]][c];
+  for (int swaps = 0; swaps < kFitSwaps; ++swaps) {
+    int a = -1, most = 0;
+    for (int g = 0; g < kTokenGroups; ++g)
+      for (int c = 0; c < Classes; ++c) {
+        int excess = load[g][c] - bound[c / kClasses];
+        if (excess > most) most = excess, a = g;
+      }
+    if (a < 0) return;
+    int best = 0, best_x = -1, best_y = -1;
+    for (int x = a; x < kTileTokens; x += kTokenGroups) {
+      for (int y = 0; y < kTileTokens; ++y) {
+        int b = y % kTokenGroups, change = 0;
+        if (b == a) continue;
+        for (int c = 0; c < Classes; ++c) {
+          int d = counts.count[order[y]][c] - counts.count[order[x]][c], most_rows = bound[c / kClasses];
+          change += squared_excess(load[a][c] + d, most_rows) - squared_excess(load[a][c], most_rows) +
+                    squared_excess(load[b][c] - d, most_rows) - squared_excess(load[b][c], most_rows);
+        }
+        if (change < best) best = change, best_x = x, best_y = y;
+      }
+    }
+    if (best_x < 0) return;
+    int b = best_y % kTokenGroups;
+    for (int c = 0; c < Classes; ++c) {
+      int d = counts.count[order[best_y]][c] - counts.count[order[best_x]][c];
+      load[a][c] += d;
+      load[b][c] -= d;
+    }
+    uint8_t token = order[best_x];
+    order[best_x] = order[best_y];
+    order[best_y] = token;
+  }
+}
+
 // The longest stream of classes [first, first + kClasses) under an order.
 template <int Classes>
 inline int longest_stream(TokenCounts<Classes> const& counts, uint8_t const order[kTileTokens], int first = 0) {

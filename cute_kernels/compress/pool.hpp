@@ -1,0 +1,49 @@
+// A pool of pages as compression fills it, on every backend: plain pointers and sizes, no ownership.
+#pragma once
+
+#include <cstdint>
+
+#include "cute_kernels/format/storage.hpp"
+
+namespace cute_kernels::compress {
+
+// Keys and values of one page table. A tile of them shares its token order.
+struct Pool {
+  format::SparseView keys, values;
+  int key_keep, value_keep;  // nonzeros that a token keeps at most; 0: all
+  int64_t* dropped;          // (2, 2), keys and values: tiles that were trimmed, nonzeros that they lost
+  int32_t* error;            // set to 1 where a tile has no page or a window no room
+
+  CUTE_HOST_DEVICE bool has_slot(int sequence, int64_t tile) const {
+    format::Pages const& pages = keys.pages;
+    if (sequence < 0 || sequence >= keys.batch || tile < 0) return false;
+    if (tile >= int64_t{pages.pages_per_sequence} * pages.tiles_per_page) return false;
+    return pages.table[int64_t{sequence} * pages.pages_per_sequence + tile / pages.tiles_per_page] >= 0;
+  }
+};
+
+// Value rows of a slot: a tile's longest stream is trimmed to so many.
+CUTE_HOST_DEVICE constexpr int slot_value_rows(format::SparseView const& view) {
+  return view.pages.slot_rows - format::bitmap_rows(view.padded_head_dim);
+}
+
+// Row i of dense tensors becomes tiles of sequence sequences[i], from tile first_tiles[i] on; of none if it is
+// negative.
+struct PoolRows {
+  int32_t const* sequences;
+  int32_t const* first_tiles;
+};
+
+// Which rows deal their sequence's channels anew, from the counts of their own tokens.
+enum class NewOrder : int { kNever = 0, kAlways = 1, kAtFirstTile = 2 };
+
+CUTE_HOST_DEVICE constexpr bool deals(NewOrder order, int first_tile) {
+  return order == NewOrder::kAlways || (order == NewOrder::kAtFirstTile && first_tile == 0);
+}
+
+// A run of one sequence's tiles.
+struct TileRun {
+  int sequence, first_tile, tiles;
+};
+
+}  // namespace cute_kernels::compress

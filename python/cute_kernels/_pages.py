@@ -1,0 +1,392 @@
+"""A pool of pages: where sequences' compressed tiles lie, and the dense windows of their newest tokens.
+
+A page holds `tiles_per_page` tiles of 64 consecutive tokens of one sequence, for all KV heads, keys and values. A tile
+lies in a slot: slot = (page * Hkv + head) * tiles_per_page + tile in page, with as many rows for each tile as `slot_rows`
+says. A tile that would take more loses, of every stream that is too long, the values of least magnitude, of equal ones
+the later in the stream; `Pool.dropped` counts that. A sequence's channel orders are chosen when its first tile is stored
+and stay, so that its tiles can be packed one by one. CPU and GPU write the same bits.
+
+S sequences, Hkv KV heads, D head dim, Dp that of tiles (64, 128 or 256). Nothing here waits for a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_kernels import _checks
+from cute_kernels._backends import compression_kernels
+from cute_kernels._extension import _C, DTYPE_CODES, ROLE_CODES
+
+TILE_TOKENS: int = _C.format.TILE_TOKENS
+MAX_APPEND = TILE_TOKENS  # tokens that one call of `append` takes
+
+_NEW_ORDER = {False: 0, True: 1, None: 2}
+_SCRATCH_FRACTION = 16  # scratch of `store` is at most 1 / 16 of k and v where tokens can be taken in parts
+
+
+def slot_rows(padded_head_dim: int, keep: int) -> int:
+    """Rows of a slot for tiles that keep `keep` of `padded_head_dim` elements a token (0: any number).
+
+    Measured: fewer than one tile in 10^4 has to be trimmed, see profiling/NOTES.md, "Pages".
+    """
+    bitmap = _C.format.bitmap_rows(padded_head_dim)
+    if keep == 0:
+        return _C.format.max_tile_rows(padded_head_dim)
+    return bitmap + min(padded_head_dim, _C.format.CLASSES * keep, keep + 10)
+
+
+class _Tensors:
+    """What owns tensors."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        values = (getattr(self, field.name) for field in fields(self))  # type: ignore[arg-type]
+        return sum(value.nbytes for value in values if isinstance(value, Tensor))
+
+
+@dataclass(frozen=True, eq=False)
+class Pool(_Tensors):
+    """Compressed tiles of up to S sequences; all tensors contiguous, on one device."""
+
+    key_blocks: Tensor  # int32 (slots, rows of a slot, 32)
+    value_blocks: Tensor
+    key_rows: Tensor  # int32 (slots,): rows of each slot's block
+    value_rows: Tensor
+    token_order: Tensor  # uint8 (slots, 64): token position -> token of the tile, for keys and values
+    key_channels: Tensor  # uint8 (S, Hkv, Dp): channel position -> channel
+    value_channels: Tensor
+    page_table: Tensor  # int32 (S, pages of a sequence): page, -1 where there is none
+    dropped: Tensor  # int64 (2, 2): of keys and values, tiles that were trimmed and nonzeros that they lost
+    error: Tensor  # int32 (1,): 1 once a tile had no page or a window no room
+    dtype: torch.dtype
+    head_dim: int
+    tiles_per_page: int
+    key_keep: int  # elements that a token keeps, 0: every nonzero
+    value_keep: int
+
+    @classmethod
+    def allocate(
+        cls,
+        *,
+        pages: int,
+        sequences: int,
+        pages_per_sequence: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        tiles_per_page: int = 1,
+        key_keep: int = 0,
+        value_keep: int = 0,
+        key_slot_rows: int | None = None,
+        value_slot_rows: int | None = None,
+    ) -> Pool:
+        """A pool without pages in its table; its slots hold empty tiles.
+
+        key_slot_rows, value_slot_rows: in place of `slot_rows`, more than the bitmap's rows.
+        """
+        padded = _C.format.padded_head_dim(head_dim)
+        slots = pages * kv_heads * tiles_per_page
+        bitmap_rows = _C.format.bitmap_rows(padded)
+
+        def blocks(keep: int, rows: int | None) -> Tensor:
+            rows = slot_rows(padded, keep) if rows is None else rows
+            if not bitmap_rows < rows <= _C.format.max_tile_rows(padded):
+                largest = _C.format.max_tile_rows(padded)
+                raise ValueError(f"rows of a slot must be from {bitmap_rows + 1} to {largest}, got {rows}")
+            return torch.zeros(slots, rows, _C.format.LANES, dtype=torch.int32, device=device)
+
+        def in_order(count: int, *sizes: int) -> Tensor:
+            return torch.arange(count, device=device).to(torch.uint8).expand(*sizes, count).contiguous()
+
+        return cls(
+            key_blocks=blocks(key_keep, key_slot_rows),
+            value_blocks=blocks(value_keep, value_slot_rows),
+            key_rows=torch.full((slots,), bitmap_rows, dtype=torch.int32, device=device),
+            value_rows=torch.full((slots,), bitmap_rows, dtype=torch.int32, device=device),
+            token_order=in_order(TILE_TOKENS, slots),
+            key_channels=in_order(padded, sequences, kv_heads),
+            value_channels=in_order(padded, sequences, kv_heads),
+            page_table=torch.full((sequences, pages_per_sequence), -1, dtype=torch.int32, device=device),
+            dropped=torch.zeros(2, 2, dtype=torch.int64, device=device),
+            error=torch.zeros(1, dtype=torch.int32, device=device),
+            dtype=dtype,
+            head_dim=head_dim,
+            tiles_per_page=tiles_per_page,
+            key_keep=key_keep,
+            value_keep=value_keep,
+        )
+
+    @property
+    def device(self) -> torch.device:
+        return self.page_table.device
+
+    @property
+    def sequences(self) -> int:
+        return self.page_table.shape[0]
+
+    @property
+    def kv_heads(self) -> int:
+        return self.key_channels.shape[1]
+
+    @property
+    def pages(self) -> int:
+        return self.key_rows.shape[0] // (self.kv_heads * self.tiles_per_page)
+
+    @property
+    def tokens_per_sequence(self) -> int:
+        """That the page table has places for."""
+        return self.page_table.shape[1] * self.tiles_per_page * TILE_TOKENS
+
+    @cached_property
+    def _key_view(self) -> _C.SparseView:
+        return self._view("key", self.key_blocks, self.key_rows, self.key_channels)
+
+    @cached_property
+    def _value_view(self) -> _C.SparseView:
+        return self._view("value", self.value_blocks, self.value_rows, self.value_channels)
+
+    def key_view(self) -> _C.SparseView:
+        """The keys as kernels take them. Valid as long as this object lives."""
+        return self._key_view
+
+    def value_view(self) -> _C.SparseView:
+        return self._value_view
+
+    @cached_property
+    def _kernel_pool(self) -> _C.Pool:
+        return _C.Pool(
+            self._key_view,
+            self._value_view,
+            self.key_keep,
+            self.value_keep,
+            self.dropped.data_ptr(),
+            self.error.data_ptr(),
+        )
+
+    def _view(self, role: str, blocks: Tensor, rows: Tensor, channels: Tensor) -> _C.SparseView:
+        return _C.SparseView.paged(
+            blocks.data_ptr(),
+            rows.data_ptr(),
+            self.token_order.data_ptr(),
+            channels.data_ptr(),
+            ROLE_CODES[role],
+            DTYPE_CODES[self.dtype],
+            self.sequences,
+            self.kv_heads,
+            self.head_dim,
+            blocks.shape[1],
+            self.page_table.data_ptr(),
+            self.page_table.shape[1],
+            self.tiles_per_page,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Windows(_Tensors):
+    """The newest tokens of every sequence of a pool, dense. At least `recent` of them stay so."""
+
+    keys: Tensor  # (S, Hkv, room, D), contiguous, in the pool's dtype
+    values: Tensor
+    lengths: Tensor  # int32 (S,): tokens of each window
+    arrivals: Tensor  # int32 (S,): zeros; scratch of `append`
+    recent: int
+
+    @classmethod
+    def allocate(cls, pool: Pool, recent: int) -> Windows:
+        """Empty windows with room for `recent` tokens, a tile, and what one `append` may bring."""
+        if recent < 0:
+            raise ValueError(f"recent must be at least 0, got {recent}")
+        shape = (pool.sequences, pool.kv_heads, recent + TILE_TOKENS + MAX_APPEND, pool.head_dim)
+        counters = (torch.zeros(pool.sequences, dtype=torch.int32, device=pool.device) for _ in range(2))
+        return cls(
+            torch.zeros(shape, dtype=pool.dtype, device=pool.device),
+            torch.zeros(shape, dtype=pool.dtype, device=pool.device),
+            *counters,
+            recent,
+        )
+
+    @property
+    def room(self) -> int:
+        return self.keys.shape[2]
+
+
+def store(
+    pool: Pool, k: Tensor, v: Tensor, sequences: Tensor, first_tiles: Tensor, new_order: bool | None = None
+) -> None:
+    """Prunes, compresses and stores whole tiles of k and v: row i becomes the tiles of sequence sequences[i] from
+    first_tiles[i] on.
+
+    k, v: (n, Hkv, 64 c, D) in the pool's dtype, any strides but 1 in the last dimension.
+    sequences, first_tiles: int32 (n,), no sequence twice; a row of a negative sequence is left out.
+    new_order: whether the sequences' channel orders are chosen anew from these tokens; None: of those rows whose first
+        tile is 0.
+
+    Tiles without a page are left out, and `pool.error` is set. Whoever reads the sequences' lengths sets them.
+
+    Raises TypeError or ValueError for a wrong class, dtype, shape, stride or device.
+    """
+    rows = _check_rows(pool, k, v, sequences)
+    _check_index(first_tiles, "first_tiles", rows, pool.device)
+    tokens = k.shape[2]
+    if tokens % TILE_TOKENS:
+        raise ValueError(f"k and v must have whole tiles of {TILE_TOKENS} tokens, got shape {tuple(k.shape)}")
+    if not k.numel():
+        return
+    kernels = compression_kernels(pool.device)
+    k, v = k.resolve_neg(), v.resolve_neg()
+    arguments = (
+        *(pool._kernel_pool, k.data_ptr(), k.stride()[:3], v.data_ptr(), v.stride()[:3], rows, tokens),
+        *(sequences.data_ptr(), first_tiles.data_ptr(), _NEW_ORDER[new_order]),
+    )
+    with kernels.launch() as stream:
+        if pool.device.type == "cpu":
+            kernels.module.store(*arguments, stream)
+            return
+        part = _tiles_at_a_time(pool, k)
+        scratch = torch.empty(
+            kernels.module.store_scratch_bytes(pool._kernel_pool, rows, tokens, part),
+            dtype=torch.uint8,
+            device=pool.device,
+        )
+        kernels.module.store(*arguments, part, scratch.data_ptr(), stream)
+
+
+def append(pool: Pool, windows: Windows, lengths: Tensor, k: Tensor, v: Tensor, sequences: Tensor | None = None) -> None:
+    """Puts m <= 64 new tokens of each row into its sequence's window. Where the window then holds `recent` + 64 tokens or
+    more, its oldest 64 become tile lengths[s] / 64: pruned, compressed and stored; the rest moves down.
+
+    lengths: int32 (S,), compressed tokens of every sequence, multiples of 64; grows with every tile.
+    k, v: (n, Hkv, m, D) in the pool's dtype, any strides but 1 in the last dimension.
+    sequences: int32 (n,), row i belongs to sequence sequences[i], none twice; a row of a negative one is left out.
+        None: row i belongs to sequence i.
+
+    Where the window has no room, or the tile no page, nothing of that sequence changes and `pool.error` is set. One
+    kernel on a GPU, which a CUDA graph can capture.
+
+    Raises TypeError or ValueError for a wrong class, dtype, shape, stride or device.
+    """
+    rows = _check_rows(pool, k, v, sequences)
+    tokens = k.shape[2]
+    if tokens > MAX_APPEND:
+        raise ValueError(f"k and v must have at most {MAX_APPEND} tokens a call, got shape {tuple(k.shape)}")
+    _check_index(lengths, "lengths", pool.sequences, pool.device)
+    if not k.numel():
+        return
+    k, v = k.resolve_neg(), v.resolve_neg()
+    if pool.device.type == "cpu":
+        indices = range(rows) if sequences is None else sequences.tolist()
+        for row, sequence in enumerate(indices):
+            if sequence >= 0:
+                _append_to_one(pool, windows, lengths, k[row], v[row], sequence)
+        return
+    kernels = compression_kernels(pool.device)
+    with kernels.launch() as stream:
+        kernels.module.append(
+            pool._kernel_pool,
+            windows.keys.data_ptr(),
+            windows.values.data_ptr(),
+            windows.lengths.data_ptr(),
+            windows.arrivals.data_ptr(),
+            windows.room,
+            windows.recent,
+            lengths.data_ptr(),
+            k.data_ptr(),
+            k.stride()[:3],
+            v.data_ptr(),
+            v.stride()[:3],
+            rows,
+            tokens,
+            0 if sequences is None else sequences.data_ptr(),
+            stream,
+        )
+
+
+def load(pool: Pool, sequence: int, first_tile: int, tiles: int) -> tuple[Tensor, Tensor]:
+    """Tiles of one sequence, decompressed: (k, v), each (Hkv, 64 * tiles, D).
+
+    Zeros for tiles without a page, and `pool.error` is set. Raises ValueError outside of the page table.
+    """
+    last = pool.tokens_per_sequence // TILE_TOKENS
+    if not 0 <= sequence < pool.sequences:
+        raise ValueError(f"sequence must be from 0 to {pool.sequences - 1}, got {sequence}")
+    if first_tile < 0 or tiles < 0 or first_tile + tiles > last:
+        raise ValueError(f"tiles must be within the {last} of a sequence, got {tiles} from {first_tile} on")
+    shape = (pool.kv_heads, tiles * TILE_TOKENS, pool.head_dim)
+    k, v = (torch.empty(shape, dtype=pool.dtype, device=pool.device) for _ in range(2))
+    if k.numel():
+        kernels = compression_kernels(pool.device)
+        with kernels.launch() as stream:
+            kernels.module.load(pool._kernel_pool, sequence, first_tile, tiles, k.data_ptr(), v.data_ptr(), stream)
+    return k, v
+
+
+def _append_to_one(pool: Pool, windows: Windows, lengths: Tensor, k: Tensor, v: Tensor, sequence: int) -> None:
+    """One sequence on the CPU; k, v (Hkv, m, D)."""
+    held = int(windows.lengths[sequence])
+    total, tile = held + k.shape[1], int(lengths[sequence]) // TILE_TOKENS
+    stores = total >= windows.recent + TILE_TOKENS
+    if total > windows.room or (stores and not _has_page(pool, sequence, tile)):
+        pool.error.fill_(1)
+        return
+    for window, new in ((windows.keys[sequence], k), (windows.values[sequence], v)):
+        window[:, held:total] = new
+    windows.lengths[sequence] = total
+    if not stores:
+        return
+    oldest = slice(sequence, sequence + 1), slice(None), slice(0, TILE_TOKENS)
+    indices = torch.tensor([[sequence], [tile]], dtype=torch.int32)
+    store(pool, windows.keys[oldest], windows.values[oldest], indices[0], indices[1])
+    for window in (windows.keys[sequence], windows.values[sequence]):
+        window[:, : total - TILE_TOKENS] = window[:, TILE_TOKENS:total].clone()
+    windows.lengths[sequence] = total - TILE_TOKENS
+    lengths[sequence] += TILE_TOKENS
+
+
+def _has_page(pool: Pool, sequence: int, tile: int) -> bool:
+    page = tile // pool.tiles_per_page
+    return page < pool.page_table.shape[1] and int(pool.page_table[sequence, page]) >= 0
+
+
+def _tiles_at_a_time(pool: Pool, k: Tensor) -> int:
+    """Tiles of every head that `store` works on together, such that its masks stay below their part of k and v."""
+    tiles = k.shape[2] // TILE_TOKENS
+    mask_bytes = 2 * TILE_TOKENS * pool.key_channels.shape[2] // 8  # of a head's tile of k and v
+    dense_bytes = 2 * TILE_TOKENS * pool.head_dim * k.element_size()
+    return max(1, min(tiles, tiles * dense_bytes // (_SCRATCH_FRACTION * mask_bytes)))
+
+
+def _check_rows(pool: Pool, k: Any, v: Any, sequences: Any) -> int:
+    """The number of rows of k and v."""
+    for x, name in ((k, "k"), (v, "v")):
+        _checks.tensor(x, name)
+        _checks.dtype(x, name, (pool.dtype,), " like the pool")
+        _checks.device(x, name, pool.device, "the pool")
+        shape = x.shape
+        if len(shape) != 4 or shape[1] != pool.kv_heads or shape[3] != pool.head_dim:
+            raise ValueError(
+                f"{name} must have shape (n, {pool.kv_heads}, tokens, {pool.head_dim}), got {tuple(shape)}"
+            )
+        _checks.unit_stride(x, name)
+    if v.shape != k.shape:
+        raise ValueError(f"v must have the shape of k, {tuple(k.shape)}, got {tuple(v.shape)}")
+    rows: int = k.shape[0]
+    if sequences is not None:
+        _check_index(sequences, "sequences", rows, pool.device)
+    elif rows > pool.sequences:
+        raise ValueError(f"k must have at most a row for each of {pool.sequences} sequences, got {rows}")
+    return rows
+
+
+def _check_index(value: Any, name: str, size: int, device: torch.device) -> None:
+    _checks.tensor(value, name)
+    _checks.dtype(value, name, (torch.int32,))
+    _checks.device(value, name, device, "the pool")
+    if tuple(value.shape) != (size,) or not value.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, of shape ({size},), got {tuple(value.shape)}")
