@@ -2,6 +2,7 @@
 #if CUTE_KERNELS_CUDA
 
 #include <array>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -10,6 +11,7 @@
 
 #include "cute_kernels/bindings/bindings.hpp"
 #include "cute_kernels/compress/compress.hpp"
+#include "cute_kernels/compress/pages.hpp"
 #include "cute_kernels/dispatch/device.hpp"
 #include "cute_kernels/dispatch/products.hpp"
 
@@ -75,6 +77,41 @@ void decompress(format::SparseView const& view, uintptr_t out, uintptr_t stream)
   compress::decompress(view, pointer<void>(out), stream_of(stream));
 }
 
+compress::DenseView rows_of_pool(format::SparseView const& view, uintptr_t x, Strides const& strides, int batch,
+                                 int64_t tokens) {
+  return {pointer<void>(x), strides[0],    strides[1], strides[2], batch, view.kv_heads, tokens,
+          view.head_dim,    view.dtype};
+}
+
+void store(compress::Pool const& pool, uintptr_t k, Strides const& k_strides, uintptr_t v, Strides const& v_strides,
+           int batch, int64_t tokens, uintptr_t sequences, uintptr_t first_tiles, int new_order, int64_t part,
+           uintptr_t scratch, uintptr_t stream) {
+  compress::store(pool, rows_of_pool(pool.keys, k, k_strides, batch, tokens),
+                  rows_of_pool(pool.values, v, v_strides, batch, tokens),
+                  {pointer<int32_t>(sequences), pointer<int32_t>(first_tiles)},
+                  static_cast<compress::NewOrder>(new_order), part, pointer<void>(scratch), stream_of(stream));
+}
+
+compress::Windows make_windows(uintptr_t keys, uintptr_t values, uintptr_t lengths, uintptr_t arrivals, int room,
+                               int recent) {
+  if (keys % 16 || values % 16) throw std::invalid_argument("windows must be aligned to 16 bytes");
+  return {pointer<uint16_t>(keys),    pointer<uint16_t>(values), pointer<int32_t>(lengths),
+          pointer<int32_t>(arrivals), room,                      recent};
+}
+
+void append(compress::Pool const& pool, compress::Windows const& windows, uintptr_t lengths, uintptr_t k,
+            Strides const& k_strides, uintptr_t v, Strides const& v_strides, int batch, int64_t tokens,
+            uintptr_t sequences, uintptr_t stream) {
+  compress::append(pool, windows, pointer<int32_t>(lengths), rows_of_pool(pool.keys, k, k_strides, batch, tokens),
+                   rows_of_pool(pool.values, v, v_strides, batch, tokens), pointer<int32_t>(sequences),
+                   stream_of(stream));
+}
+
+void load(compress::Pool const& pool, int sequence, int first_tile, int tiles, uintptr_t keys, uintptr_t values,
+          uintptr_t stream) {
+  compress::load(pool, {sequence, first_tile, tiles}, pointer<void>(keys), pointer<void>(values), stream_of(stream));
+}
+
 void sparse_qk(format::SparseView const& view, uintptr_t q, Strides const& q_strides, int q_heads, int q_tokens,
                float scale, uintptr_t out, int out_dtype, std::string const& backend, uintptr_t stream) {
   dispatch::Product product{view,
@@ -120,6 +157,14 @@ void bind_cuda(py::module_& m) {
            "totals"_a, "stream"_a);
   cuda.def("pack", &pack, "x"_a, "strides"_a, "masks"_a, "keep"_a, "totals"_a, "capacity"_a, "view"_a, "stream"_a);
   cuda.def("decompress", &decompress, "view"_a, "out"_a, "stream"_a);
+  py::class_<compress::Windows>(cuda, "Windows", "The dense windows of a pool's sequences, as pointers and sizes")
+      .def(py::init(&make_windows), "keys"_a, "values"_a, "lengths"_a, "arrivals"_a, "room"_a, "recent"_a);
+  cuda.def("store_scratch_bytes", &compress::store_scratch_bytes, "pool"_a, "batch"_a, "part"_a);
+  cuda.def("store", &store, "pool"_a, "k"_a, "k_strides"_a, "v"_a, "v_strides"_a, "batch"_a, "tokens"_a, "sequences"_a,
+           "first_tiles"_a, "new_order"_a, "part"_a, "scratch"_a, "stream"_a);
+  cuda.def("append", &append, "pool"_a, "windows"_a, "lengths"_a, "k"_a, "k_strides"_a, "v"_a, "v_strides"_a, "batch"_a,
+           "tokens"_a, "sequences"_a, "stream"_a);
+  cuda.def("load", &load, "pool"_a, "sequence"_a, "first_tile"_a, "tiles"_a, "keys"_a, "values"_a, "stream"_a);
   cuda.def("workspace_bytes", &dispatch::workspace_bytes, "view"_a, "q_heads"_a, "q_tokens"_a, "backend"_a,
            "bytes of scratch memory that sparse_av needs on the current device");
   cuda.def("sparse_qk", &sparse_qk, "view"_a, "q"_a, "q_strides"_a, "q_heads"_a, "q_tokens"_a, "scale"_a, "out"_a,

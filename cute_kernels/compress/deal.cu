@@ -1,28 +1,22 @@
 // Deals the channels of every head to the classes by density, and counts up where the tiles' blocks begin.
 #include "cute_kernels/common/error.hpp"
-#include "cute_kernels/compress/compress.hpp"
+#include "cute_kernels/compress/deal_head.hpp"
+#include "cute_kernels/compress/destination.hpp"
 
 namespace cute_kernels::compress {
 namespace {
 
 using namespace format;
 
-// One CTA a head, one thread a channel: channels, densest first, ties by lower channel, go to the classes back and
-// forth.
-__global__ void deal_kernel(int32_t const* counts, uint8_t* channel_order) {
+// One CTA a head, one thread a channel.
+__global__ void deal_kernel(int32_t const* counts, uint8_t* channel_order, Destination to, NewOrder order) {
   __shared__ int32_t count[kMaxHeadDim];
   int channels = blockDim.x, channel = threadIdx.x;
-  int64_t first = int64_t{blockIdx.x} * channels;
-  int32_t mine = counts[first + channel];
-  count[channel] = mine;
+  int64_t head = to.deals(order, blockIdx.x) ? to.head(blockIdx.x) : -1;
+  if (head < 0) return;
+  count[channel] = counts[int64_t{blockIdx.x} * channels + channel];
   __syncthreads();
-  int rank = 0;
-#pragma unroll 8
-  for (int other = 0; other < channels; ++other)
-    rank += count[other] > mine || (count[other] == mine && other < channel);
-  int place = rank % kClasses;
-  bool forth = rank / kClasses % 2 == 0;
-  channel_order[first + rank - place + (forth ? place : kClasses - 1 - place)] = static_cast<uint8_t>(channel);
+  channel_order[head * channels + dealt_position(count, channels, channel)] = static_cast<uint8_t>(channel);
 }
 
 constexpr int kThreads = 1024;
@@ -87,7 +81,13 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 void deal(int32_t const* counts, int heads, int padded_head_dim, uint8_t* channel_order, cudaStream_t stream) {
-  deal_kernel<<<heads, padded_head_dim, 0, stream>>>(counts, channel_order);
+  deal_kernel<<<heads, padded_head_dim, 0, stream>>>(counts, channel_order, Destination{}, NewOrder::kAlways);
+  check_cuda(cudaGetLastError(), "launch of deal");
+}
+
+void deal(int32_t const* counts, int heads, format::SparseView const& view, Destination const& to, NewOrder order,
+          cudaStream_t stream) {
+  deal_kernel<<<heads, view.padded_head_dim, 0, stream>>>(counts, const_cast<uint8_t*>(view.channel_order), to, order);
   check_cuda(cudaGetLastError(), "launch of deal");
 }
 

@@ -13,14 +13,21 @@ struct Pool {
   int key_keep, value_keep;  // nonzeros that a token keeps at most; 0: all
   int64_t* dropped;          // (2, 2), keys and values: tiles that were trimmed, nonzeros that they lost
   int32_t* error;            // set to 1 where a tile has no page or a window no room
-
-  CUTE_HOST_DEVICE bool has_slot(int sequence, int64_t tile) const {
-    format::Pages const& pages = keys.pages;
-    if (sequence < 0 || sequence >= keys.batch || tile < 0) return false;
-    if (tile >= int64_t{pages.pages_per_sequence} * pages.tiles_per_page) return false;
-    return pages.table[int64_t{sequence} * pages.pages_per_sequence + tile / pages.tiles_per_page] >= 0;
-  }
 };
+
+inline constexpr int64_t kNoSlot = -1;
+
+// Where a sequence's tile lies in a pool; kNoSlot where there is no page.
+CUTE_HOST_DEVICE constexpr int64_t find_slot(format::Pages const& pages, int sequences, int kv_heads, int sequence,
+                                             int kv_head, int64_t tile) {
+  if (sequence < 0 || sequence >= sequences || tile < 0) return kNoSlot;
+  if (tile >= int64_t{pages.pages_per_sequence} * pages.tiles_per_page) return kNoSlot;
+  int64_t page = pages.table[int64_t{sequence} * pages.pages_per_sequence + tile / pages.tiles_per_page];
+  return page < 0 ? kNoSlot : (page * kv_heads + kv_head) * pages.tiles_per_page + tile % pages.tiles_per_page;
+}
+CUTE_HOST_DEVICE constexpr int64_t find_slot(format::SparseView const& view, int sequence, int kv_head, int64_t tile) {
+  return find_slot(view.pages, view.batch, view.kv_heads, sequence, kv_head, tile);
+}
 
 // Value rows of a slot: a tile's longest stream is trimmed to so many.
 CUTE_HOST_DEVICE constexpr int slot_value_rows(format::SparseView const& view) {

@@ -31,20 +31,26 @@ struct TilePlace {
 template <class F>
 void visit_shape(format::SparseView const& view, F&& f) {
   auto visit_role = [&](auto head_dim) {
-    if (view.role == format::Role::kKey) f(std::integral_constant<format::Role, format::Role::kKey>{}, head_dim);
-    else f(std::integral_constant<format::Role, format::Role::kValue>{}, head_dim);
+    if (view.role == format::Role::kKey)
+      f(std::integral_constant<format::Role, format::Role::kKey>{}, head_dim);
+    else
+      f(std::integral_constant<format::Role, format::Role::kValue>{}, head_dim);
   };
-  if (view.padded_head_dim == 64) visit_role(std::integral_constant<int, 64>{});
-  else if (view.padded_head_dim == 128) visit_role(std::integral_constant<int, 128>{});
-  else visit_role(std::integral_constant<int, 256>{});
+  if (view.padded_head_dim == 64)
+    visit_role(std::integral_constant<int, 64>{});
+  else if (view.padded_head_dim == 128)
+    visit_role(std::integral_constant<int, 128>{});
+  else
+    visit_role(std::integral_constant<int, 256>{});
 }
 
+// A CTA a tile.
 template <class Kernel, class... Args>
-void launch_tiles(Kernel kernel, format::SparseView const& view, int threads, size_t shared_bytes, cudaStream_t stream,
-                  char const* what, Args... args) {
+void launch_tiles(Kernel kernel, int64_t tiles, int threads, size_t shared_bytes, cudaStream_t stream, char const* what,
+                  Args... args) {
   check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)),
              "cudaFuncSetAttribute");
-  kernel<<<static_cast<unsigned>(view.tiles()), threads, shared_bytes, stream>>>(args...);
+  kernel<<<static_cast<unsigned>(tiles), threads, shared_bytes, stream>>>(args...);
   check_cuda(cudaGetLastError(), what);
 }
 

@@ -1,5 +1,6 @@
 // Unpacks tiles, a warp a tile. Dense data passes through shared memory, so that global accesses are whole rows; lanes
 // walk their elements in the order of format/tile.hpp.
+#include "cute_kernels/compress/pages.hpp"
 #include "cute_kernels/compress/tile_kernel.hpp"
 
 namespace cute_kernels::compress {
@@ -8,56 +9,80 @@ namespace {
 using namespace format;
 
 template <int HeadDim>
-struct TileOrder {
-  uint8_t token[kTileTokens];  // by position
-  uint8_t channel[HeadDim];
-
-  __device__ void load(SparseView const& view, TilePlace const& place) {
-    for (int i = threadIdx.x; i < kTileTokens; i += blockDim.x)
-      token[i] = view.token_order[place.tile * kTileTokens + i];
-    for (int i = threadIdx.x; i < HeadDim; i += blockDim.x) channel[i] = view.channel_order[place.head * HeadDim + i];
-  }
-};
-
-template <int HeadDim>
 struct UnpackStorage {
   uint16_t dense[kTileTokens][HeadDim];
-  TileOrder<HeadDim> order;
+  uint8_t token[kTileTokens];  // by position
+  uint8_t channel[HeadDim];
 };
+
+// to: (tokens, head_dim).
+template <Role kRole, int HeadDim>
+__device__ void unpack_tile(UnpackStorage<HeadDim>& s, uint32_t const* block, uint8_t const* token_order,
+                            uint8_t const* channel_order, int tokens, int head_dim, uint16_t* to) {
+  constexpr auto kLayout = decltype(element_layout<kRole, HeadDim>()){};
+  int lane = threadIdx.x;
+  for (int i = lane; i < kTileTokens; i += 32) s.token[i] = token_order[i];
+  for (int i = lane; i < HeadDim; i += 32) s.channel[i] = channel_order[i];
+  __syncwarp();
+  int row[Codec16::kStreams] = {};
+  for (int w = 0; w < bitmap_rows(HeadDim); ++w) {
+    uint32_t word = block[w * kLanes + lane];
+    for (int i = 0; i < kWordElements; ++i) {
+      int e = w * kWordElements + i, index = kLayout(lane, e), stream = Codec16::stream(e);
+      uint32_t value = 0;
+      if (word >> bitmap_bit(e) & 1)
+        value = Codec16::extract(block[(bitmap_rows(HeadDim) + row[stream]++) * kLanes + lane], stream);
+      s.dense[s.token[index / HeadDim]][s.channel[index % HeadDim]] = static_cast<uint16_t>(value);
+    }
+  }
+  __syncwarp();
+  for (int i = lane; i < tokens * HeadDim; i += 32)
+    if (int t = i / HeadDim, c = i % HeadDim; c < head_dim) to[t * head_dim + c] = s.dense[t][c];
+}
 
 template <Role kRole, int HeadDim>
 __global__ void __launch_bounds__(32) unpack_kernel(SparseView view, uint16_t* out) {
   extern __shared__ __align__(16) uint8_t shared[];
   auto& s = *reinterpret_cast<UnpackStorage<HeadDim>*>(shared);
-  constexpr auto kLayout = decltype(element_layout<kRole, HeadDim>()){};
-  int lane = threadIdx.x;
   TilePlace place(view);
-  s.order.load(view, place);
-  __syncwarp();
-  int row[Codec16::kStreams] = {};
-  for (int w = 0; w < bitmap_rows(HeadDim); ++w) {
-    uint32_t word = place.block[w * kLanes + lane];
-    for (int i = 0; i < kWordElements; ++i) {
-      int e = w * kWordElements + i, index = kLayout(lane, e), stream = Codec16::stream(e);
-      uint32_t value = 0;
-      if (word >> bitmap_bit(e) & 1)
-        value = Codec16::extract(place.block[(bitmap_rows(HeadDim) + row[stream]++) * kLanes + lane], stream);
-      s.dense[s.order.token[index / HeadDim]][s.order.channel[index % HeadDim]] = static_cast<uint16_t>(value);
-    }
+  unpack_tile<kRole>(s, place.block, view.token_order + place.tile * kTileTokens,
+                     view.channel_order + place.head * HeadDim, place.tokens, view.head_dim,
+                     out + (place.head * view.tokens + place.first_token) * view.head_dim);
+}
+
+template <Role kRole, int HeadDim>
+__global__ void __launch_bounds__(32) load_kernel(SparseView view, TileRun run, uint16_t* out, int32_t* error) {
+  extern __shared__ __align__(16) uint8_t shared[];
+  auto& s = *reinterpret_cast<UnpackStorage<HeadDim>*>(shared);
+  int head = blockIdx.x / run.tiles, tile = blockIdx.x % run.tiles, values = kTileTokens * view.head_dim;
+  int64_t slot = find_slot(view, run.sequence, head, run.first_tile + tile);
+  uint16_t* to = out + int64_t{blockIdx.x} * values;
+  if (slot == kNoSlot) {
+    for (int i = threadIdx.x; i < values; i += 32) to[i] = 0;
+    if (threadIdx.x == 0) *error = 1;
+    return;
   }
-  __syncwarp();
-  auto* to = out + (place.head * view.tokens + place.first_token) * view.head_dim;
-  for (int i = lane; i < place.tokens * HeadDim; i += 32)
-    if (int t = i / HeadDim, c = i % HeadDim; c < view.head_dim) to[t * view.head_dim + c] = s.dense[t][c];
+  unpack_tile<kRole>(s, view.blocks + view.first_row(slot) * kLanes, view.token_order + slot * kTileTokens,
+                     view.channel_order + (int64_t{run.sequence} * view.kv_heads + head) * HeadDim, kTileTokens,
+                     view.head_dim, to);
 }
 
 }  // namespace
 
 void decompress(SparseView const& view, void* out, cudaStream_t stream) {
   visit_shape(view, [&](auto role, auto head_dim) {
-    launch_tiles(unpack_kernel<role(), head_dim()>, view, 32, sizeof(UnpackStorage<head_dim()>), stream,
+    launch_tiles(unpack_kernel<role(), head_dim()>, view.tiles(), 32, sizeof(UnpackStorage<head_dim()>), stream,
                  "launch of decompress", view, static_cast<uint16_t*>(out));
   });
+}
+
+void load(Pool const& pool, TileRun const& run, void* keys, void* values, cudaStream_t stream) {
+  for (SparseView const* view : {&pool.keys, &pool.values})
+    visit_shape(*view, [&](auto role, auto head_dim) {
+      launch_tiles(load_kernel<role(), head_dim()>, int64_t{view->kv_heads} * run.tiles, 32,
+                   sizeof(UnpackStorage<head_dim()>), stream, "launch of load", *view, run,
+                   static_cast<uint16_t*>(view == &pool.keys ? keys : values), pool.error);
+    });
 }
 
 }  // namespace cute_kernels::compress

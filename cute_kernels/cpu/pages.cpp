@@ -107,11 +107,11 @@ void store(const Pool& pool, const DenseView& k, const DenseView& v, const PoolR
       const int sequence = rows.sequences[row];
       const int64_t tile = rows.first_tiles[row] + task % tiles;
       if (sequence < 0) continue;
-      if (!pool.has_slot(sequence, tile)) {
+      const int64_t index = compress::find_slot(pool.keys, sequence, kv_head, tile);
+      if (index == compress::kNoSlot) {
         missing = true;
         continue;
       }
-      const int64_t index = pool.keys.tile_index(sequence, kv_head, static_cast<int>(tile));
       uint8_t* token_order = const_cast<uint8_t*>(pool.keys.token_order) + index * kTileTokens;
       for (int o = 0; o < 2; ++o)
         operands[o].select_tile(head, first_token, channels_of(operands[o].view, sequence, kv_head),
@@ -139,14 +139,14 @@ void load(const Pool& pool, const compress::TileRun& run, uint16_t* keys, uint16
       const int kv_head = static_cast<int>(task / run.tiles),
                 tile = run.first_tile + static_cast<int>(task % run.tiles);
       const int64_t first = task * kTileTokens * head_dim;
-      if (!pool.has_slot(run.sequence, tile)) {
+      const int64_t index = compress::find_slot(pool.keys, run.sequence, kv_head, tile);
+      if (index == compress::kNoSlot) {
         std::fill_n(keys + first, kTileTokens * head_dim, uint16_t{0});
         std::fill_n(values + first, kTileTokens * head_dim, uint16_t{0});
         missing = true;
         continue;
       }
       for (const SparseView* view : {&pool.keys, &pool.values}) {
-        const int64_t index = view->tile_index(run.sequence, kv_head, tile);
         read_block(view->blocks + view->first_row(index) * kLanes, element_table(view->role, padded).data(), padded,
                    view->rows(index), dense.data());
         scatter_tile(dense.data(), view->token_order + index * kTileTokens, channels_of(*view, run.sequence, kv_head),

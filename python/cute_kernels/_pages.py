@@ -11,6 +11,7 @@ S sequences, Hkv KV heads, D head dim, Dp that of tiles (64, 128 or 256). Nothin
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
@@ -26,18 +27,22 @@ TILE_TOKENS: int = _C.format.TILE_TOKENS
 MAX_APPEND = TILE_TOKENS  # tokens that one call of `append` takes
 
 _NEW_ORDER = {False: 0, True: 1, None: 2}
-_SCRATCH_FRACTION = 16  # scratch of `store` is at most 1 / 16 of k and v where tokens can be taken in parts
+_SCRATCH_FRACTION = 0.05  # of k, v and what they become: scratch of `store`, unless that is less than one tile needs
 
 
-def slot_rows(padded_head_dim: int, keep: int) -> int:
-    """Rows of a slot for tiles that keep `keep` of `padded_head_dim` elements a token (0: any number).
+def slot_rows(padded_head_dim: int, keep: int, role: str) -> int:
+    """Rows of a slot for tiles of a role that keep `keep` of `padded_head_dim` elements a token (0: any number).
 
-    Measured: fewer than one tile in 10^4 has to be trimmed, see profiling/NOTES.md, "Pages".
+    Streams are `keep` values long on average. How unevenly a tile's nonzeros fall on the channel classes has a standard
+    deviation of `spread`; keys have room for a class with a channel that every token keeps on top of that, for caches
+    of keys have such channels. Measured: less than one tile in 10^4 has to be trimmed, see profiling/NOTES.md, "Pages".
     """
-    bitmap = _C.format.bitmap_rows(padded_head_dim)
     if keep == 0:
         return _C.format.max_tile_rows(padded_head_dim)
-    return bitmap + min(padded_head_dim, _C.format.CLASSES * keep, keep + 10)
+    pruned = 1 - keep / padded_head_dim
+    spread = math.sqrt(keep * pruned / _C.format.CLASSES)
+    longest = math.ceil(keep + (7 * pruned + 3.3 * spread if role == "key" else 4.3 * spread))
+    return _C.format.bitmap_rows(padded_head_dim) + min(longest, padded_head_dim, _C.format.CLASSES * keep)
 
 
 class _Tensors:
@@ -95,8 +100,8 @@ class Pool(_Tensors):
         slots = pages * kv_heads * tiles_per_page
         bitmap_rows = _C.format.bitmap_rows(padded)
 
-        def blocks(keep: int, rows: int | None) -> Tensor:
-            rows = slot_rows(padded, keep) if rows is None else rows
+        def blocks(role: str, keep: int, rows: int | None) -> Tensor:
+            rows = slot_rows(padded, keep, role) if rows is None else rows
             if not bitmap_rows < rows <= _C.format.max_tile_rows(padded):
                 largest = _C.format.max_tile_rows(padded)
                 raise ValueError(f"rows of a slot must be from {bitmap_rows + 1} to {largest}, got {rows}")
@@ -106,8 +111,8 @@ class Pool(_Tensors):
             return torch.arange(count, device=device).to(torch.uint8).expand(*sizes, count).contiguous()
 
         return cls(
-            key_blocks=blocks(key_keep, key_slot_rows),
-            value_blocks=blocks(value_keep, value_slot_rows),
+            key_blocks=blocks("key", key_keep, key_slot_rows),
+            value_blocks=blocks("value", value_keep, value_slot_rows),
             key_rows=torch.full((slots,), bitmap_rows, dtype=torch.int32, device=device),
             value_rows=torch.full((slots,), bitmap_rows, dtype=torch.int32, device=device),
             token_order=in_order(TILE_TOKENS, slots),
@@ -216,6 +221,17 @@ class Windows(_Tensors):
     def room(self) -> int:
         return self.keys.shape[2]
 
+    @cached_property
+    def _kernel_windows(self) -> _C.cuda.Windows:
+        return _C.cuda.Windows(
+            self.keys.data_ptr(),
+            self.values.data_ptr(),
+            self.lengths.data_ptr(),
+            self.arrivals.data_ptr(),
+            self.room,
+            self.recent,
+        )
+
 
 def store(
     pool: Pool, k: Tensor, v: Tensor, sequences: Tensor, first_tiles: Tensor, new_order: bool | None = None
@@ -250,11 +266,8 @@ def store(
             kernels.module.store(*arguments, stream)
             return
         part = _tiles_at_a_time(pool, k)
-        scratch = torch.empty(
-            kernels.module.store_scratch_bytes(pool._kernel_pool, rows, tokens, part),
-            dtype=torch.uint8,
-            device=pool.device,
-        )
+        size = kernels.module.store_scratch_bytes(pool._kernel_pool, rows, part)
+        scratch = torch.empty(size, dtype=torch.uint8, device=pool.device)
         kernels.module.store(*arguments, part, scratch.data_ptr(), stream)
 
 
@@ -290,12 +303,7 @@ def append(pool: Pool, windows: Windows, lengths: Tensor, k: Tensor, v: Tensor, 
     with kernels.launch() as stream:
         kernels.module.append(
             pool._kernel_pool,
-            windows.keys.data_ptr(),
-            windows.values.data_ptr(),
-            windows.lengths.data_ptr(),
-            windows.arrivals.data_ptr(),
-            windows.room,
-            windows.recent,
+            windows._kernel_windows,
             lengths.data_ptr(),
             k.data_ptr(),
             k.stride()[:3],
@@ -355,11 +363,14 @@ def _has_page(pool: Pool, sequence: int, tile: int) -> bool:
 
 
 def _tiles_at_a_time(pool: Pool, k: Tensor) -> int:
-    """Tiles of every head that `store` works on together, such that its masks stay below their part of k and v."""
+    """Tiles of every head that `store` works on together: as many as its scratch has room for."""
     tiles = k.shape[2] // TILE_TOKENS
-    mask_bytes = 2 * TILE_TOKENS * pool.key_channels.shape[2] // 8  # of a head's tile of k and v
-    dense_bytes = 2 * TILE_TOKENS * pool.head_dim * k.element_size()
-    return max(1, min(tiles, tiles * dense_bytes // (_SCRATCH_FRACTION * mask_bytes)))
+    dense = 2 * TILE_TOKENS * pool.head_dim * k.element_size()  # bytes of a head's tile of k and v
+    stored = (pool.key_blocks.shape[1] + pool.value_blocks.shape[1]) * _C.format.ROW_BYTES
+    padded = pool.key_channels.shape[2]
+    counts, masks = 2 * padded * 4, 2 * TILE_TOKENS * padded // 8 + 2 * 4  # of a head; of its tile
+    most = int((_SCRATCH_FRACTION * tiles * (dense + stored) - counts) / masks)
+    return min(tiles, max(1, most))
 
 
 def _check_rows(pool: Pool, k: Any, v: Any, sequences: Any) -> int:

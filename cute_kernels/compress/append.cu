@@ -1,0 +1,284 @@
+// New tokens to their sequences' windows, and where a window then holds a tile too much, that tile to its slot: one CTA
+// a sequence and KV head. Most calls only copy a few tokens, so nothing is done before it is needed.
+//
+// Half of the CTA's threads, a part of it, work on the keys and half on the values. What is known of a tile passes from
+// step to step in shared memory.
+#include <algorithm>
+
+#include "cute_kernels/compress/balance_tile.hpp"
+#include "cute_kernels/compress/deal_head.hpp"
+#include "cute_kernels/compress/pages.hpp"
+#include "cute_kernels/compress/tile_kernel.hpp"
+#include "cute_kernels/compress/trim.hpp"
+
+namespace cute_kernels::compress {
+namespace {
+
+constexpr int kCaches = 2;  // keys, values
+
+// Arguments of the kernel, keys before values.
+struct AppendArguments {
+  DenseView x[kCaches];  // new tokens
+  bool vectors[kCaches];
+  SparseView views[kCaches];
+  int keep[kCaches];  // as keep_largest takes it
+  int64_t* dropped;
+  int32_t* error;
+  Windows windows;
+  int32_t* lengths;
+  int32_t const* sequences;
+  int staged_rows;
+  int part_bytes;  // of a part's shared memory
+};
+
+template <int HeadDim>
+struct AppendShape {
+  static constexpr int kWords = HeadDim / 32;
+  static constexpr int kPartThreads = 32 * warps_of(HeadDim);
+  static constexpr int kThreads = kCaches * kPartThreads;
+  using Selecting = SelectStorage<kWords>[kHalves];
+
+  // Of a part: its PackStorage, of which the dense tile and staged rows are not in use while it selects.
+  static constexpr int part_bytes(int staged_rows) {
+    int packing = static_cast<int>(sizeof(PackStorage<HeadDim>)) + staged_rows * kRowBytes;
+    int selecting = static_cast<int>(offsetof(PackStorage<HeadDim>, dense) + sizeof(Selecting));
+    return (std::max(packing, selecting) + kRowBytes - 1) / kRowBytes * kRowBytes;
+  }
+};
+
+// What the parts of a CTA share.
+struct AppendShared {
+  uint8_t token_order[kTileTokens];
+  int longest[kCaches];
+};
+
+// The state of a sequence before the call, and what the call makes of it.
+struct Step {
+  int held, total;  // tokens of the window
+  int compressed;   // tokens
+  bool stores;      // a tile
+  int64_t slot;
+
+  __device__ Step(AppendArguments const& a, int sequence, int kv_head) {
+    held = a.windows.lengths[sequence];
+    compressed = a.lengths[sequence];
+    total = held + static_cast<int>(a.x[0].tokens);
+    stores = total >= a.windows.recent + kTileTokens;
+    slot = stores ? find_slot(a.views[0], sequence, kv_head, compressed / kTileTokens) : 0;
+  }
+  __device__ bool fits(Windows const& windows) const { return total <= windows.room && slot != kNoSlot; }
+};
+
+// Eight values from where they may not be aligned.
+__device__ uint4 load_vector(uint16_t const* from, bool aligned) {
+  if (aligned) return *reinterpret_cast<uint4 const*>(from);
+  uint32_t word[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) word[i] = from[2 * i] | uint32_t{from[2 * i + 1]} << 16;
+  return make_uint4(word[0], word[1], word[2], word[3]);
+}
+
+// The order in which a part selects, deals, and packs. All of it is the part's but for the token order, which is
+// warp 0's for both.
+template <Role kRole, int HeadDim>
+struct AppendPart {
+  using Shape = AppendShape<HeadDim>;
+  static constexpr int kCache = kRole == Role::kKey ? 0 : 1;
+
+  AppendArguments const& a;
+  PackStorage<HeadDim>& s;
+  PartOfCta<Shape::kPartThreads> part{kCache};
+  int thread = threadIdx.x % Shape::kPartThreads;
+
+  // Leaves the masks of the tile's channels where the packer wants its rows of bits.
+  __device__ void select_tile(uint16_t const* tile) {
+    constexpr int kWords = Shape::kWords;
+    int half = thread / 32, lane = thread % 32;
+    if (half >= kHalves) return;
+    auto& storage = reinterpret_cast<SelectStorage<kWords>*>(&s.dense)[half];
+    DenseView const& x = a.x[kCache];
+    start_rows(storage, tile + half * kHalfTokens * x.head_dim, x.head_dim, x.head_dim, kHalfTokens, true, lane);
+    cute::cp_async_wait<0>();
+    __syncwarp();
+    uint32_t planes[kWords][kMagnitudeBits], kept[kWords];
+    read_planes(storage, planes, lane);
+    if (x.dtype == DType::kBFloat16)
+      unify_nans<true>(planes);
+    else
+      unify_nans<false>(planes);
+    keep_largest(planes, a.keep[kCache], kept);
+    uint32_t* masks = &s.bits[0][0];
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) masks[(half * kWords + w) * 32 + lane] = transpose_lanes(kept[w], lane);
+  }
+
+  // The sequence's channel order; dealt now if this is its first tile.
+  __device__ void order_channels(uint8_t* of_head, bool first) {
+    if (!first) {
+      for (int c = thread; c < HeadDim; c += Shape::kPartThreads) s.channel[c] = of_head[c];
+      return;
+    }
+    auto* count = reinterpret_cast<int32_t*>(&s.dense);
+    uint32_t const* masks = &s.bits[0][0];
+    part.sync();  // all have selected
+    for (int c = thread; c < HeadDim; c += Shape::kPartThreads)
+      count[c] = __popc(masks[c]) + __popc(masks[HeadDim + c]);
+    part.sync();
+    for (int c = thread; c < HeadDim; c += Shape::kPartThreads) {
+      int position = dealt_position(count, HeadDim, c);
+      s.channel[position] = static_cast<uint8_t>(c);
+      of_head[position] = static_cast<uint8_t>(c);
+    }
+  }
+
+  __device__ void pack(uint16_t const* tile, AppendShared const& shared, int64_t slot) {
+    SparseView const& view = a.views[kCache];
+    Trim trim{shared.longest[kCache], slot_value_rows(view), nan_key(view.dtype), a.dropped + 2 * kCache};
+    int value_rows = min(trim.longest, trim.most);
+    if (thread == 0) const_cast<int32_t*>(view.row_offsets)[slot] = bitmap_rows(HeadDim) + value_rows;
+    TileSource source{tile, view.head_dim, kTileTokens, view.head_dim, true, nullptr, nullptr, shared.token_order};
+    auto* block = const_cast<uint32_t*>(view.blocks) + view.first_row(slot) * kLanes;
+    pack_tile<kRole, HeadDim>(s, source, block, value_rows, a.staged_rows, trim, part);
+  }
+};
+
+// The window's oldest tokens become a tile.
+template <int HeadDim>
+__device__ void store_oldest(AppendArguments const& a, uint8_t* memory, AppendShared& shared, int64_t head,
+                             uint16_t const* keys, uint16_t const* values, Step const& step) {
+  using Shape = AppendShape<HeadDim>;
+  AppendPart<Role::kKey, HeadDim> key{a, *reinterpret_cast<PackStorage<HeadDim>*>(memory)};
+  AppendPart<Role::kValue, HeadDim> value{a, *reinterpret_cast<PackStorage<HeadDim>*>(memory + a.part_bytes)};
+  bool is_key = threadIdx.x < Shape::kPartThreads, first = step.compressed == 0;
+  auto in_part = [&](auto&& f) {
+    if (is_key)
+      f(key, keys);
+    else
+      f(value, values);
+  };
+  in_part([&](auto& part, uint16_t const* tile) {
+    part.select_tile(tile);
+    part.order_channels(const_cast<uint8_t*>(a.views[part.kCache].channel_order) + head * HeadDim, first);
+  });
+  __syncthreads();
+  if (threadIdx.x < 32) {
+    auto& storage = *reinterpret_cast<BalanceStorage<Shape::kWords, kCaches>*>(&key.s.dense);
+    TileMasks masks[] = {{&key.s.bits[0][0], key.s.channel}, {&value.s.bits[0][0], value.s.channel}};
+    int bound[] = {slot_value_rows(a.views[0]), slot_value_rows(a.views[1])}, longest[kCaches];
+    balance_tile<true>(storage, masks, bound, shared.token_order, longest, threadIdx.x);
+    if (threadIdx.x == 0) shared.longest[0] = longest[0], shared.longest[1] = longest[1];
+  }
+  __syncthreads();
+  if (threadIdx.x < kTileTokens)
+    const_cast<uint8_t*>(a.views[0].token_order)[step.slot * kTileTokens + threadIdx.x] =
+        shared.token_order[threadIdx.x];
+  in_part([&](auto& part, uint16_t const* tile) { part.pack(tile, shared, step.slot); });
+}
+
+template <int HeadDim>
+__global__ void __launch_bounds__(AppendShape<HeadDim>::kThreads) append_kernel(AppendArguments const a) {
+  extern __shared__ __align__(128) uint8_t memory[];
+  __shared__ AppendShared shared;
+  using Shape = AppendShape<HeadDim>;
+  DenseView const& x = a.x[0];
+  int kv_heads = x.kv_heads, kv_head = blockIdx.x % kv_heads, vectors = x.head_dim / kVectorValues;  // of a token
+  int count = kCaches * static_cast<int>(x.tokens) * vectors;                                        // new vectors
+  auto load = [&](int i) {
+    int cache = i >= count / kCaches, j = cache ? i - count / kCaches : i;
+    DenseView const& from = a.x[cache];
+    return load_vector(from.row(blockIdx.x, j / vectors) + j % vectors * kVectorValues, a.vectors[cache]);
+  };
+  // The first load does not wait to know where to.
+  int i = threadIdx.x;
+  uint4 vector = i < count ? load(i) : uint4{};
+  int sequence = a.sequences ? a.sequences[blockIdx.x / kv_heads] : blockIdx.x / kv_heads;
+  if (sequence < 0) return;
+  Step step(a, sequence, kv_head);
+  bool fits = step.fits(a.windows);
+  int64_t head = int64_t{sequence} * kv_heads + kv_head, window = head * a.windows.room * x.head_dim;
+  uint16_t *keys = a.windows.keys + window, *values = a.windows.values + window;
+  while (fits && i < count) {
+    int cache = i >= count / kCaches, j = cache ? i - count / kCaches : i;
+    *reinterpret_cast<uint4*>((cache ? values : keys) + step.held * x.head_dim + j * kVectorValues) = vector;
+    i += Shape::kThreads;
+    if (i < count) vector = load(i);
+  }
+
+  // The last head to know the state changes it, and leaves the counter as it was.
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence();
+    if (atomicAdd(a.windows.arrivals + sequence, 1) == kv_heads - 1) {
+      a.windows.arrivals[sequence] = 0;
+      if (fits) {
+        a.windows.lengths[sequence] = step.total - (step.stores ? kTileTokens : 0);
+        if (step.stores) a.lengths[sequence] = step.compressed + kTileTokens;
+      } else {
+        *a.error = 1;
+      }
+    }
+  }
+  if (!fits || !step.stores) return;
+  store_oldest<HeadDim>(a, memory, shared, head, keys, values, step);
+
+  // The rest moves down, a tile's worth at a time: what is written has been read before.
+  int rest = (step.total - kTileTokens) * vectors, at_a_time = kTileTokens * vectors;
+  for (int first = 0; first < rest; first += at_a_time) {
+    __syncthreads();
+    for (int v = first + threadIdx.x; v < min(rest, first + at_a_time); v += Shape::kThreads) {
+      auto *key = reinterpret_cast<uint4*>(keys) + v, *value = reinterpret_cast<uint4*>(values) + v;
+      uint4 moved_key = key[at_a_time], moved_value = value[at_a_time];
+      *key = moved_key;
+      *value = moved_value;
+    }
+  }
+}
+
+int shared_memory_limit() {
+  int device, bytes;
+  check_cuda(cudaGetDevice(&device), "cudaGetDevice");
+  check_cuda(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), "cudaDeviceGetAttribute");
+  return bytes;
+}
+
+template <int HeadDim>
+void launch_append(AppendArguments& a, int keep, unsigned ctas, cudaStream_t stream) {
+  using Shape = AppendShape<HeadDim>;
+  // As for bulk compression, or what there is room for.
+  int room = (shared_memory_limit() - static_cast<int>(sizeof(AppendShared)) - 1024) / kCaches;
+  a.staged_rows = staged_rows(HeadDim, keep);
+  while (a.staged_rows > bitmap_rows(HeadDim) && Shape::part_bytes(a.staged_rows) > room) a.staged_rows -= 8;
+  a.part_bytes = Shape::part_bytes(a.staged_rows);
+  int bytes = kCaches * a.part_bytes;
+  check_cuda(cudaFuncSetAttribute(append_kernel<HeadDim>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
+             "cudaFuncSetAttribute");
+  append_kernel<HeadDim><<<ctas, Shape::kThreads, bytes, stream>>>(a);
+  check_cuda(cudaGetLastError(), "launch of append");
+}
+
+}  // namespace
+
+void append(Pool const& pool, Windows const& windows, int32_t* lengths, DenseView const& k, DenseView const& v,
+            int32_t const* sequences, cudaStream_t stream) {
+  AppendArguments a{{k, v},
+                    {k.has_vectors(), v.has_vectors()},
+                    {pool.keys, pool.values},
+                    {most_kept(pool.key_keep), most_kept(pool.value_keep)},
+                    pool.dropped,
+                    pool.error,
+                    windows,
+                    lengths,
+                    sequences,
+                    0,
+                    0};
+  unsigned ctas = static_cast<unsigned>(k.batch * k.kv_heads);
+  int keep = pool.key_keep && pool.value_keep ? std::max(pool.key_keep, pool.value_keep) : 0;
+  if (pool.keys.padded_head_dim == 64)
+    launch_append<64>(a, keep, ctas, stream);
+  else if (pool.keys.padded_head_dim == 128)
+    launch_append<128>(a, keep, ctas, stream);
+  else
+    launch_append<256>(a, keep, ctas, stream);
+}
+
+}  // namespace cute_kernels::compress

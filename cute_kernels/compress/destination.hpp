@@ -1,0 +1,47 @@
+// Where tiles of dense rows go in the storage.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "cute_kernels/compress/pool.hpp"
+
+namespace cute_kernels::compress {
+
+inline constexpr int64_t kLeftOut = -2;  // in place of a slot: the row goes nowhere
+
+// A pool's; by default that of a contiguous storage, whose heads are those of the dense rows.
+struct Destination {
+  format::Pages pages = {};
+  int sequences = 0, kv_heads = 0;
+  PoolRows rows = {};
+  int64_t skipped_tiles = 0;  // tiles of every row that went before these
+
+  Destination() = default;
+  Destination(Pool const& pool, PoolRows const& rows)
+      : pages(pool.keys.pages), sequences(pool.keys.batch), kv_heads(pool.keys.kv_heads), rows(rows) {}
+
+  __device__ bool deals(NewOrder order, unsigned head) const {
+    return !pages.table || compress::deals(order, rows.first_tiles[head / kv_heads]);
+  }
+
+  // Of all heads of the storage; negative for rows that go nowhere.
+  __device__ int64_t head(unsigned head) const {
+    if (!pages.table) return head;
+    int sequence = rows.sequences[head / kv_heads];
+    return sequence < sequences ? int64_t{sequence} * kv_heads + head % kv_heads : -1;
+  }
+
+  // The slot of a pool's tile, or kNoSlot or kLeftOut.
+  __device__ int64_t slot(unsigned head, unsigned tile) const {
+    int sequence = rows.sequences[head / kv_heads];
+    if (sequence < 0) return kLeftOut;
+    int64_t of_sequence = rows.first_tiles[head / kv_heads] + skipped_tiles + tile;
+    return find_slot(pages, sequences, kv_heads, sequence, head % kv_heads, of_sequence);
+  }
+};
+
+// As for contiguous storage, into the orders of the sequences that `to` names, where `order` says so.
+void deal(int32_t const* counts, int heads, format::SparseView const& view, Destination const& to, NewOrder order,
+          cudaStream_t stream);
+
+}  // namespace cute_kernels::compress

@@ -1,0 +1,269 @@
+// Packs a tile. The dense tile arrives in shared memory with its rows in position order. A warp then takes a run of
+// every lane's elements: it builds their bitmap words from the rows of bits that `balance` left, and copies the values
+// that are present, in order, to where their stream has come. Which element is which is known at compile time, from
+// element_layout; what differs from lane to lane is only where a row and a channel begin.
+#pragma once
+
+#include <cutlass/arch/barrier.h>
+
+#include <cute/arch/copy_sm80.hpp>
+#include <cute/pointer.hpp>
+
+#include "cute_kernels/common/ptx.hpp"
+#include "cute_kernels/compress/select_tile.hpp"
+
+namespace cute_kernels::compress {
+
+using namespace format;
+
+inline constexpr int kStreams = Codec16::kStreams;
+inline constexpr int kSwizzledRows = 8;
+inline constexpr int kBatch = 4;  // values on their way from one place in shared memory to another
+
+constexpr int warps_of(int head_dim) { return head_dim == kMaxHeadDim ? 4 : 2; }
+
+template <int HeadDim>
+struct PackStorage {
+  static constexpr int kWarps = warps_of(HeadDim);
+
+  alignas(16) uint32_t bits[kTileTokens][HeadDim / 32];     // by token and channel position
+  alignas(16) uint8_t channel[HeadDim];                     // by position
+  uint32_t lengths[kWarps][kLanes];                         // of the streams, 16 bits each
+  alignas(kRowBytes) uint16_t dense[kTileTokens][HeadDim];  // by token position and channel, see `swizzled`
+  alignas(kRowBytes) uint16_t values[][kLanes][kStreams];   // staged value rows
+};
+
+// Where a channel is in a row of the dense tile. Rows start in the same bank, and lanes of different rows often want
+// the same channel: within 8 rows its vector moves to 8 places.
+__device__ constexpr int swizzled(int row, int channel) { return channel ^ (row % kSwizzledRows) * kVectorValues; }
+
+// Bits of a bitmap word that are of one stream.
+__device__ constexpr uint32_t stream_bits(int stream) {
+  uint32_t bits = 0;
+  for (int e = 0; e < kWordElements; ++e)
+    if (Codec16::stream(e) == stream) bits |= 1u << bitmap_bit(e);
+  return bits;
+}
+
+// What a tile is packed from. Pointers may be to shared memory.
+struct TileSource {
+  uint16_t const* rows;  // its first token
+  int64_t stride_token;
+  int tokens, head_dim;   // that exist
+  bool vectors;           // see DenseView
+  uint32_t const* masks;  // as `balance` leaves them; null: they and the channel order are in the storage already
+  uint8_t const* channel_order;
+  uint8_t const* token_order;
+};
+
+template <int HeadDim>
+__device__ void load_tile(PackStorage<HeadDim>& s, TileSource const& x) {
+  constexpr int kThreads = 32 * warps_of(HeadDim), kRowVectors = HeadDim / kVectorValues;
+  constexpr int kVectors = kTileTokens * kRowVectors / kThreads, kRowStep = kThreads / kRowVectors;
+  static_assert(kThreads % kRowVectors == 0, "a thread stays in its column of vectors");
+  int thread = threadIdx.x % kThreads, column = thread % kRowVectors, first_row = thread / kRowVectors;
+  unsigned token[kVectors];
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) token[i] = x.token_order[first_row + i * kRowStep];
+
+  if (x.masks) {
+    constexpr int kBitVectors = sizeof(s.bits) / 16;
+    for (int i = thread; i < kBitVectors; i += kThreads)
+      ptx::cp_async_16(cute::cast_smem_ptr_to_uint(&s.bits[0][0] + 4 * i), x.masks + 4 * i, 16);
+    if (thread < HeadDim / 16)
+      ptx::cp_async_16(cute::cast_smem_ptr_to_uint(s.channel + 16 * thread), x.channel_order + 16 * thread, 16);
+  }
+  cute::cp_async_fence();
+  if (!x.vectors) {
+    for (int row = 0; row < kTileTokens; ++row)
+      for (int c = thread; x.token_order[row] < x.tokens && c < x.head_dim; c += kThreads)
+        s.dense[row][swizzled(row, c)] = x.rows[x.token_order[row] * x.stride_token + c];
+    cute::cp_async_fence();
+    return;
+  }
+  unsigned tokens = column * kVectorValues < x.head_dim ? x.tokens : 0;  // that this column has
+  unsigned stride = static_cast<unsigned>(x.stride_token * sizeof(uint16_t));
+  auto const* source = reinterpret_cast<uint8_t const*>(x.rows + column * kVectorValues);
+  uint32_t target = cute::cast_smem_ptr_to_uint(s.dense[first_row]);
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    int column_at = swizzled(first_row + i * kRowStep, column * kVectorValues);
+    ptx::cp_async_16(target + (i * kRowStep * HeadDim + column_at) * sizeof(uint16_t),
+                     source + uint64_t{token[i]} * stride, token[i] < tokens ? 16 : 0);
+  }
+  cute::cp_async_fence();
+}
+
+// What a warp does, a lane's part of it: elements [first, first + kElements) of the tile's order.
+template <Role kRole, int HeadDim>
+struct LanePart {
+  static constexpr int kElements = lane_elements(HeadDim) / warps_of(HeadDim);
+  static constexpr int kWords = kElements / kWordElements;
+  static_assert((kElements & (kElements - 1)) == 0, "first and offset must share no bits");
+
+  int token, channel;  // positions of its first element
+  uint32_t words[kWords];
+
+  __device__ static int position(int lane, int element) {
+    return decltype(element_layout<kRole, HeadDim>()){}(lane, element);
+  }
+
+  // Positions relative to the first element's; all positions are powers of two added up.
+  static constexpr int offset(int element) { return decltype(element_layout<kRole, HeadDim>()){}(0, element); }
+  static constexpr int token_offset(int element) { return offset(element) / HeadDim; }
+  static constexpr int channel_offset(int element) { return offset(element) % HeadDim; }
+
+  __device__ LanePart(int lane, int warp) {
+    int first = position(lane, warp * kElements);
+    token = first / HeadDim;
+    channel = first % HeadDim;
+  }
+
+  // The bitmap words, from rows of bits. Indices are known when loops are unrolled: what is not used is never loaded.
+  __device__ void build_words(PackStorage<HeadDim> const& s) {
+    uint32_t row[kTileTokens][HeadDim / 32];
+#pragma unroll
+    for (int e = 0; e < kElements; ++e)
+      row[token_offset(e)][channel_offset(e) / 32] =
+          s.bits[token + token_offset(e)][channel / 32 + channel_offset(e) / 32] >> channel % 32;
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) words[w] = 0;
+#pragma unroll
+    for (int e = 0; e < kElements; ++e) {
+      int from = channel_offset(e) % 32, to = bitmap_bit(e);
+      uint32_t bits = row[token_offset(e)][channel_offset(e) / 32];
+      words[bitmap_word(e)] |= (from > to ? bits >> (from - to) : bits << (to - from)) & 1u << to;
+    }
+  }
+
+  // Lengths of its parts of the streams, 16 bits each.
+  __device__ uint32_t lengths() const {
+    uint32_t length = 0;
+#pragma unroll
+    for (int w = 0; w < kWords; ++w)
+#pragma unroll
+      for (int j = 0; j < kStreams; ++j) length += __popc(words[w] & stream_bits(j)) << 16 * j;
+    return length;
+  }
+
+  // Copies its values to the staged rows, those of each stream from its rank on.
+  __device__ void stage_values(PackStorage<HeadDim>& s, int lane, uint32_t ranks) {
+    uint32_t place[kStreams], row = cute::cast_smem_ptr_to_uint(s.dense[token]);
+    uint32_t source[HeadDim][kSwizzledRows];  // of a channel, for rows of one residue
+#pragma unroll
+    for (int j = 0; j < kStreams; ++j) place[j] = cute::cast_smem_ptr_to_uint(&s.values[rank(ranks, j)][lane][j]);
+#pragma unroll
+    for (int e = 0; e < kElements; ++e)
+      source[channel_offset(e)][token_offset(e) % kSwizzledRows] =
+          row + 2 * swizzled(token + token_offset(e), s.channel[channel + channel_offset(e)]);
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) ptx::forget(words[w]);
+    uint32_t value[kBatch] = {};
+#pragma unroll
+    for (int e0 = 0; e0 < kElements; e0 += kBatch) {
+#pragma unroll
+      for (int e = e0; e < e0 + kBatch; ++e)
+        ptx::load_shared_u16_if(
+            value[e - e0], source[channel_offset(e)][token_offset(e) % kSwizzledRows] + token_offset(e) * HeadDim * 2,
+            words[bitmap_word(e)], 1u << bitmap_bit(e));
+#pragma unroll
+      for (int e = e0; e < e0 + kBatch; ++e)
+        ptx::append_shared_u16_if(place[Codec16::stream(e)], value[e - e0], kRowBytes, words[bitmap_word(e)],
+                                  1u << bitmap_bit(e));
+    }
+  }
+
+  // The same for blocks that are longer than what can be staged: only the values of rows [first_row, first_row + rows).
+  __device__ void stage_window(PackStorage<HeadDim>& s, uint32_t const* block, int lane, int warp, uint32_t ranks,
+                               int first_row, int rows) {
+    int row[kStreams];
+    for (int j = 0; j < kStreams; ++j) row[j] = rank(ranks, j) - first_row;
+#pragma unroll 1
+    for (int e = warp * kElements; e < (warp + 1) * kElements; ++e) {
+      if (!(block[bitmap_word(e) * kLanes + lane] >> bitmap_bit(e) & 1)) continue;
+      int at = position(lane, e), j = Codec16::stream(e);
+      int row_of = at / HeadDim, channel_of = s.channel[at % HeadDim];
+      uint16_t value = s.dense[row_of][swizzled(row_of, channel_of)];
+#pragma unroll
+      for (int i = 0; i < kStreams; ++i) {  // no index that is known only at run time
+        if (i != j) continue;
+        if (row[i] >= 0 && row[i] < rows) s.values[row[i]][lane][i] = value;
+        ++row[i];
+      }
+    }
+  }
+
+  __device__ static int rank(uint32_t ranks, int stream) { return ranks >> 16 * stream & 0xffff; }
+};
+
+// Threads that pack a tile together.
+struct WholeCta {
+  __device__ void sync() const { __syncthreads(); }
+};
+template <int Threads>
+struct PartOfCta {
+  int index;
+  __device__ void sync() const { cutlass::arch::NamedBarrier::sync(Threads, index); }
+};
+
+// Nothing is to be cut off a block.
+struct NoTrim {
+  template <class Part, int HeadDim, class Group>
+  __device__ void operator()(PackStorage<HeadDim>&, Part&, Group const&) const {}
+};
+
+// Packs a tile into `value_rows` rows below its bitmap rows. trim(s, part, group) may take bits off the words.
+template <Role kRole, int HeadDim, class Trim, class Group>
+__device__ void pack_tile(PackStorage<HeadDim>& s, TileSource const& x, uint32_t* block, int value_rows,
+                          int staged_rows, Trim const& trim, Group const& group) {
+  constexpr int kThreads = 32 * warps_of(HeadDim), kRowVectors = kRowBytes / 16;
+  int thread = threadIdx.x % kThreads, lane = thread % 32, warp = thread / 32;
+  load_tile(s, x);
+  cute::cp_async_wait<1>();
+  group.sync();
+
+  LanePart<kRole, HeadDim> part(lane, warp);
+  part.build_words(s);
+  trim(s, part, group);
+#pragma unroll
+  for (int w = 0; w < part.kWords; ++w) block[(warp * part.kWords + w) * kLanes + lane] = part.words[w];
+  s.lengths[warp][lane] = part.lengths();
+  auto* staged = reinterpret_cast<uint4*>(s.values);
+  auto zero_staged = [&](int rows) {
+    for (int i = thread; i < rows * kRowVectors; i += kThreads) staged[i] = make_uint4(0, 0, 0, 0);
+  };
+  zero_staged(min(value_rows, staged_rows));
+  cute::cp_async_wait<0>();
+  group.sync();
+
+  uint32_t ranks = 0;
+#pragma unroll
+  for (int w = 0; w < warps_of(HeadDim) - 1; ++w)
+    if (w < warp) ranks += s.lengths[w][lane];
+  auto* to = reinterpret_cast<uint4*>(block + bitmap_rows(HeadDim) * kLanes);
+  if (value_rows <= staged_rows) {
+    part.stage_values(s, lane, ranks);
+    group.sync();
+    for (int i = thread; i < value_rows * kRowVectors; i += kThreads) to[i] = staged[i];
+    return;
+  }
+#pragma unroll 1
+  for (int first_row = 0; first_row < value_rows; first_row += staged_rows) {
+    int rows = min(value_rows - first_row, staged_rows);
+    part.stage_window(s, block, lane, warp, ranks, first_row, rows);
+    group.sync();
+#pragma unroll 1
+    for (int i = thread; i < rows * kRowVectors; i += kThreads) {
+      to[first_row * kRowVectors + i] = staged[i];
+      staged[i] = make_uint4(0, 0, 0, 0);
+    }
+    group.sync();
+  }
+}
+
+// Rows of values that a CTA stages: streams are about `keep` long; room for most tiles' values, or for those of any.
+constexpr int staged_rows(int padded_head_dim, int keep) {
+  return keep > 0 && 2 * keep <= padded_head_dim ? padded_head_dim / 8 * 5 : padded_head_dim;
+}
+
+}  // namespace cute_kernels::compress

@@ -1,0 +1,34 @@
+// Compression into a pool of pages on the GPU. The same results, bit for bit, as the CPU backend (cpu/pages.cpp).
+// Nothing here synchronises or allocates.
+#pragma once
+
+#include "cute_kernels/compress/compress.hpp"
+#include "cute_kernels/compress/pool.hpp"
+
+namespace cute_kernels::compress {
+
+// Compresses k and v, whole tiles of tokens, straight into the pool's slots. `part`: tiles of every head that are
+// worked on together, which bounds the scratch; selection is done twice where that is not all of them and channels are
+// dealt.
+void store(Pool const& pool, DenseView const& k, DenseView const& v, PoolRows const& rows, NewOrder order, int64_t part,
+           void* scratch, cudaStream_t stream);
+int64_t store_scratch_bytes(Pool const& pool, int batch, int64_t part);
+
+// The newest tokens of every sequence: contiguous (sequences, kv_heads, room, head_dim).
+struct Windows {
+  uint16_t* keys;
+  uint16_t* values;
+  int32_t* lengths;   // (sequences)
+  int32_t* arrivals;  // (sequences): zeros; scratch of `append`
+  int room, recent;   // tokens: at most, at least
+};
+
+// k, v: new tokens, at most 64 a row; row i is sequence sequences[i], or i if that is null. lengths (sequences):
+// compressed tokens. One kernel.
+void append(Pool const& pool, Windows const& windows, int32_t* lengths, DenseView const& k, DenseView const& v,
+            int32_t const* sequences, cudaStream_t stream);
+
+// keys, values: contiguous (kv_heads, tokens of the run, head_dim); zeros where there is no page.
+void load(Pool const& pool, TileRun const& run, void* keys, void* values, cudaStream_t stream);
+
+}  // namespace cute_kernels::compress

@@ -1,0 +1,128 @@
+// Which elements are kept: per token the `keep` largest magnitudes, ties to the lower channel. No sort: a lane takes a
+// token, turns its magnitudes into bit planes and finds the keep-th largest bit by bit, from the highest plane down.
+// Each step then looks at 32 channels a word, and nothing of it crosses lanes.
+#pragma once
+
+#include <cute/arch/copy_sm80.hpp>
+#include <cute/pointer.hpp>
+
+#include "cute_kernels/compress/bits.hpp"
+#include "cute_kernels/compress/compress.hpp"
+
+namespace cute_kernels::compress {
+
+inline constexpr int kHalfTokens = 32;  // of a tile: a warp's, a lane each
+inline constexpr int kHalves = format::kTileTokens / kHalfTokens;
+inline constexpr int kVectorValues = 8;  // of 16 bits in 16 bytes
+inline constexpr int kMagnitudeBits = 15;
+
+// What `keep_largest` takes for a `keep` of 0, which stands for all that is not zero: more than any token has.
+constexpr int most_kept(int keep) { return keep > 0 ? keep : format::kMaxHeadDim + 1; }
+
+template <int Words>
+struct SelectStorage {
+  static constexpr int kVectors = 32 * Words / kVectorValues;
+  uint4 dense[kHalfTokens][kVectors + 1];  // an odd stride: lanes that walk along their rows meet no bank conflicts
+  uint32_t kept[kHalfTokens][Words];
+};
+
+// Starts to copy `tokens` rows of half a tile to shared memory, with zeros for tokens and channels that are not there.
+template <int Words>
+__device__ void start_rows(SelectStorage<Words>& s, uint16_t const* from, int64_t stride_token, int head_dim,
+                           int tokens, bool vectors, int lane) {
+  constexpr int kVectors = SelectStorage<Words>::kVectors;
+  if (!vectors) {
+    for (int t = 0; t < kHalfTokens; ++t)
+      for (int c = lane; c < kVectors * kVectorValues; c += 32)
+        reinterpret_cast<uint16_t*>(s.dense[t])[c] =
+            t < tokens && c < head_dim ? from[t * stride_token + c] : uint16_t{0};
+    return;
+  }
+  constexpr int kRows = 32 / kVectors;  // at a time
+  int row = lane / kVectors, v = lane % kVectors;
+  uint16_t const* source = from + row * stride_token + v * kVectorValues;
+  int rows = v * kVectorValues < head_dim ? tokens : 0;  // that this lane's column of vectors has
+#pragma unroll
+  for (int t = 0; t < kHalfTokens; t += kRows) {
+    ptx::cp_async_16(cute::cast_smem_ptr_to_uint(&s.dense[row + t][v]), source, row + t < rows ? 16 : 0);
+    source += kRows * stride_token;
+  }
+  cute::cp_async_fence();
+}
+
+// The magnitudes of the lane's token, without the signs.
+template <int Words>
+__device__ void read_planes(SelectStorage<Words> const& s, uint32_t (&planes)[Words][kMagnitudeBits], int lane) {
+#pragma unroll
+  for (int w = 0; w < Words; ++w) {
+    uint32_t pairs[16], all[16];
+#pragma unroll
+    for (int v = 0; v < 4; ++v) {
+      uint4 x4 = s.dense[lane][4 * w + v];
+      pairs[4 * v] = x4.x, pairs[4 * v + 1] = x4.y, pairs[4 * v + 2] = x4.z, pairs[4 * v + 3] = x4.w;
+    }
+    to_planes(pairs, all);
+#pragma unroll
+    for (int p = 0; p < kMagnitudeBits; ++p) planes[w][p] = all[p];
+  }
+}
+
+// Every NaN counts as one magnitude above infinity, see `nan_key`.
+template <bool kBFloat16, int Words>
+__device__ void unify_nans(uint32_t (&planes)[Words][kMagnitudeBits]) {
+  constexpr int kMantissaBits = kBFloat16 ? 7 : 10;
+  uint32_t special[Words], any = 0;
+#pragma unroll
+  for (int w = 0; w < Words; ++w) {
+    special[w] = ~0u;
+#pragma unroll
+    for (int p = kMantissaBits; p < kMagnitudeBits; ++p) special[w] &= planes[w][p];
+    any |= special[w];
+  }
+  if (!any) return;
+#pragma unroll
+  for (int w = 0; w < Words; ++w) {
+    uint32_t mantissa = 0;
+#pragma unroll
+    for (int p = 0; p < kMantissaBits; ++p) mantissa |= planes[w][p];
+    uint32_t nan = special[w] & mantissa;
+#pragma unroll
+    for (int p = 0; p < kMantissaBits; ++p) planes[w][p] = p == 0 ? planes[w][p] | nan : planes[w][p] & ~nan;
+  }
+}
+
+// Sets the bits of the `keep` largest nonzero magnitudes.
+template <int Words>
+__device__ void keep_largest(uint32_t const (&planes)[Words][kMagnitudeBits], int keep, uint32_t (&kept)[Words]) {
+  uint32_t candidate[Words];  // magnitudes that agree with the keep-th largest in all planes so far
+#pragma unroll
+  for (int w = 0; w < Words; ++w) candidate[w] = ~0u, kept[w] = 0;
+  int missing = keep;
+  bool positive = false;  // the keep-th largest is not zero
+#pragma unroll
+  for (int p = kMagnitudeBits - 1; p >= 0; --p) {
+    int count = 0;
+#pragma unroll
+    for (int w = 0; w < Words; ++w) count += __popc(candidate[w] & planes[w][p]);
+    bool enough = count >= missing;
+    uint32_t same = enough ? ~0u : 0;  // the bit of the keep-th largest
+    positive |= enough;
+    missing -= enough ? 0 : count;
+#pragma unroll
+    for (int w = 0; w < Words; ++w) {
+      kept[w] |= candidate[w] & planes[w][p] & ~same;
+      candidate[w] &= ~(planes[w][p] ^ same);
+    }
+  }
+  if (!positive) return;
+#pragma unroll
+  for (int w = 0; w < Words; ++w) {  // ties: the lowest channels
+    int count = __popc(candidate[w]);
+    uint32_t rest = count <= missing ? 0 : candidate[w];
+    for (int i = missing; rest && i > 0; --i) rest &= rest - 1;
+    kept[w] |= candidate[w] ^ rest;
+    missing = max(missing - count, 0);
+  }
+}
+
+}  // namespace cute_kernels::compress

@@ -1,0 +1,71 @@
+// Streams that are too long for their slot.
+#pragma once
+
+#include "cute_kernels/common/numeric.hpp"
+#include "cute_kernels/compress/pack_tile.hpp"
+
+namespace cute_kernels::compress {
+
+// Takes, of every stream longer than `most`, the values of least magnitude off, of equal ones the later. Rare: one
+// thread a stream, which walks along its elements again for every bit of the greatest magnitude that goes.
+struct Trim {
+  int longest, most;  // streams of the tile
+  uint32_t nan_key;
+  int64_t* dropped;  // tiles, nonzeros
+
+  template <class Part, int HeadDim, class Group>
+  __device__ void operator()(PackStorage<HeadDim>& s, Part& part, Group const& group) const {
+    if (longest <= most) return;
+    constexpr int kThreads = 32 * warps_of(HeadDim);
+    int thread = threadIdx.x % kThreads, lane = thread % 32, first_word = thread / 32 * Part::kWords;
+    auto* words = reinterpret_cast<uint32_t (*)[kLanes]>(s.values);  // not in use yet
+#pragma unroll
+    for (int w = 0; w < Part::kWords; ++w) words[first_word + w][lane] = part.words[w];
+    cute::cp_async_wait<0>();
+    group.sync();
+    for (int i = thread; i < kLanes * kStreams; i += kThreads) trim_stream<Part>(s, words, i % kLanes, i / kLanes);
+    if (thread == 0) count(0, 1);
+    group.sync();
+#pragma unroll
+    for (int w = 0; w < Part::kWords; ++w) part.words[w] = words[first_word + w][lane];
+    group.sync();
+  }
+
+ private:
+  __device__ void count(int which, int n) const {
+    atomicAdd(reinterpret_cast<unsigned long long*>(dropped + which), static_cast<unsigned long long>(n));
+  }
+
+  template <class Part, int HeadDim>
+  __device__ void trim_stream(PackStorage<HeadDim> const& s, uint32_t (*words)[kLanes], int lane, int stream) const {
+    constexpr int kElements = lane_elements(HeadDim);
+    auto present = [&](int e) { return words[bitmap_word(e)][lane] >> bitmap_bit(e) & 1; };
+    auto key = [&](int e) {
+      int position = Part::position(lane, e), row = position / HeadDim;
+      return magnitude_key(s.dense[row][swizzled(row, s.channel[position % HeadDim])], nan_key);
+    };
+    auto count_below = [&](uint32_t limit) {
+      int n = 0;
+#pragma unroll 1
+      for (int e = stream; e < kElements; e += kStreams) n += present(e) && key(e) < limit;
+      return n;
+    };
+    int excess = count_below(~0u) - most;
+    if (excess <= 0) return;
+    uint32_t last = 0;  // the greatest magnitude that goes
+#pragma unroll 1
+    for (uint32_t bit = 1u << (kMagnitudeBits - 1); bit; bit >>= 1)
+      if (count_below(last | bit) < excess) last |= bit;
+    int ties = excess - count_below(last);
+#pragma unroll 1
+    for (int e = kElements - kStreams + stream; e >= 0; e -= kStreams) {
+      if (!present(e)) continue;
+      uint32_t magnitude = key(e);
+      if (magnitude > last || (magnitude == last && ties-- <= 0)) continue;
+      atomicAnd(&words[bitmap_word(e)][lane], ~(1u << bitmap_bit(e)));  // the other stream has the same words
+    }
+    count(1, excess);
+  }
+};
+
+}  // namespace cute_kernels::compress

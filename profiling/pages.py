@@ -1,0 +1,161 @@
+"""The pool of pages on one GPU: how often tiles are trimmed, and what store and append take.
+
+    python -m profiling.pages trim [--tiles N]   # share of tiles that slots of the default size and nearby trim
+    python -m profiling.pages time               # B 8, Hkv 8, D 128, 38 kept
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from cute_kernels import _pages
+from cute_kernels._extension import _C
+
+DEVICE = torch.device("cuda")
+KINDS = ("gaussian", "lognormal", "lognormal 1.5", "outliers", "tokens")
+HEADS, TILES = 8, 2048  # of one call
+
+
+def caches(kind: str, head_dim: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
+    """k, v (1, HEADS, 64 TILES, D). Channels that are always kept, one to eight of a head, only keys have."""
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, device=DEVICE, generator=rng)
+
+    k, v = (normal(1, HEADS, TILES * _pages.TILE_TOKENS, head_dim) for _ in range(2))
+    if kind == "outliers":
+        for head in range(HEADS):
+            k[0, head, :, torch.randperm(head_dim, device=DEVICE, generator=rng)[: head + 1]] *= 35
+    elif kind != "gaussian":
+        sigma = 1.5 if kind == "lognormal 1.5" else 1.0
+        for x in (k, v):
+            x *= (sigma * normal(1, HEADS, 1, head_dim)).exp()
+            if kind == "tokens":
+                x *= normal(1, HEADS, x.shape[2], 1).exp()
+    return k.half().clamp(-6e4, 6e4), v.half().clamp(-6e4, 6e4)
+
+
+def trimmed(kind: str, head_dim: int, keep: int, more_rows: int, tiles: int) -> dict[str, object]:
+    padded = _C.format.padded_head_dim(head_dim)
+    rows = [min(_pages.slot_rows(padded, keep, role) + more_rows, _C.format.max_tile_rows(padded)) for role in
+            ("key", "value")]
+    pool = _pages.Pool.allocate(
+        pages=TILES, sequences=1, pages_per_sequence=TILES, kv_heads=HEADS, head_dim=head_dim, dtype=torch.float16,
+        device=DEVICE, key_keep=keep, value_keep=keep, key_slot_rows=rows[0], value_slot_rows=rows[1],
+    )
+    pool.page_table.copy_(torch.arange(TILES)[None])
+    zero = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    rng = torch.Generator(DEVICE).manual_seed(1)
+    calls = -(-tiles // (HEADS * TILES))
+    longest = [0, 0]
+    for _ in range(calls):
+        _pages.store(pool, *caches(kind, head_dim, rng), zero, zero, True)
+        longest = [max(a, int(b.max())) for a, b in zip(longest, (pool.key_rows, pool.value_rows))]
+    shares = (pool.dropped[:, 0] / (calls * HEADS * TILES)).tolist()
+    return {"D": head_dim, "keep": keep, "rows": rows, "kind": kind, "tiles": calls * HEADS * TILES,
+            "trimmed": [f"{share:.1e}" for share in shares], "nonzeros": pool.dropped[:, 1].tolist(),
+            "longest": longest}  # fmt: skip
+
+
+def microseconds(call: Callable[[], object], repeats: int) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(repeats):
+        call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e3 / repeats
+
+
+def time_append(batch: int, kv_heads: int, head_dim: int, keep: int, spread_phases: bool) -> dict[str, object]:
+    """In a graph of 64 calls, one of which compresses if all sequences are at the same phase."""
+    tile, pages = _pages.TILE_TOKENS, 128
+    pool = _pages.Pool.allocate(
+        pages=batch * pages, sequences=batch, pages_per_sequence=pages, kv_heads=kv_heads, head_dim=head_dim,
+        dtype=torch.float16, device=DEVICE, key_keep=keep, value_keep=keep,
+    )
+    pool.page_table.copy_(torch.arange(batch * pages).view(batch, pages))
+    windows = _pages.Windows.allocate(pool, 32)
+    lengths = torch.zeros(batch, dtype=torch.int32, device=DEVICE)
+    k, v = (torch.randn(batch, kv_heads, 1, head_dim, dtype=torch.float16, device=DEVICE) for _ in range(2))
+    windows.keys.normal_(), windows.values.normal_()
+
+    def phase(first: int) -> None:
+        offsets = torch.arange(batch, device=DEVICE) * (tile // batch) if spread_phases else 0
+        windows.lengths.copy_((first + offsets) % tile + 32)
+        lengths.fill_(tile)  # channel orders are there
+
+    def graph(calls: int) -> torch.cuda.CUDAGraph:
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured):
+            for _ in range(calls):
+                _pages.append(pool, windows, lengths, k, v)
+        return captured
+
+    phase(0)
+    _pages.append(pool, windows, lengths, k, v)
+    torch.cuda.synchronize()
+    result: dict[str, object] = {"B": batch, "Hkv": kv_heads, "D": head_dim, "keep": keep, "spread": spread_phases}
+    tile_of_calls, plain, one = graph(tile), graph(tile - 1), graph(1)
+    if not spread_phases:
+        times = []
+        for _ in range(20):
+            phase(0)
+            times.append(microseconds(plain.replay, 1) / (tile - 1))
+        result["plain"] = round(sorted(times)[10], 2)
+        times = []
+        for _ in range(20):
+            phase(tile - 1)
+            times.append(microseconds(one.replay, 1))
+        result["compressing, launched alone"] = round(sorted(times)[10], 2)
+    times = []
+    for _ in range(10):
+        phase(0)
+        times.append(microseconds(tile_of_calls.replay, 20) / tile)
+    result["amortised"] = round(sorted(times)[5], 2)
+    assert int(pool.error) == 0
+    return result
+
+
+def time_store(batch: int, kv_heads: int, tokens: int, head_dim: int, keep: int, new_order: bool) -> dict[str, object]:
+    pages = tokens // _pages.TILE_TOKENS
+    pool = _pages.Pool.allocate(
+        pages=batch * pages, sequences=batch, pages_per_sequence=pages, kv_heads=kv_heads, head_dim=head_dim,
+        dtype=torch.float16, device=DEVICE, key_keep=keep, value_keep=keep,
+    )
+    pool.page_table.copy_(torch.randperm(batch * pages).view(batch, pages))
+    k, v = (torch.randn(batch, kv_heads, tokens, head_dim, device=DEVICE).half() for _ in range(2))
+    sequences, zeros = (f(batch, dtype=torch.int32, device=DEVICE) for f in (torch.arange, torch.zeros))
+    for _ in range(3):
+        _pages.store(pool, k, v, sequences, zeros, new_order)
+    times = [microseconds(lambda: _pages.store(pool, k, v, sequences, zeros, new_order), 1) for _ in range(20)]
+    return {"store": [batch, kv_heads, tokens, head_dim], "keep": keep, "new_order": new_order,
+            "us": round(sorted(times)[10], 1)}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("trim", "time"))
+    parser.add_argument("--tiles", type=int, default=1 << 20)
+    options = parser.parse_args()
+    if options.what == "trim":
+        for head_dim in (64, 128, 256):
+            for keep in (16, 32, 38, 64, 96, 128):
+                for kind in KINDS if keep < head_dim else ():
+                    for more_rows in (-1, 0, 1):
+                        print(json.dumps(trimmed(kind, head_dim, keep, more_rows, options.tiles)), flush=True)
+        return
+    for shape in ((8, 8, 128, 38), (8, 8, 128, 64), (1, 8, 128, 38), (64, 8, 128, 38), (8, 8, 64, 19), (8, 8, 256, 76)):
+        print(json.dumps(time_append(*shape, False)), flush=True)
+    print(json.dumps(time_append(8, 8, 128, 38, True)), flush=True)
+    for new_order in (True, False):
+        print(json.dumps(time_store(8, 8, 16384, 128, 38, new_order)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
