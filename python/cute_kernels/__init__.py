@@ -23,12 +23,14 @@ from __future__ import annotations
 from cute_kernels.attention import sparse_attention
 from cute_kernels._backends import backends
 from cute_kernels.compression import compress, compress_kv, decompress, prune
+from cute_kernels.kv_cache import KVCache
 from cute_kernels.matmul import sparse_av, sparse_qk
 from cute_kernels.sparse_kv import SparseKV
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "KVCache",
     "SparseKV",
     "backends",
     "compress",
