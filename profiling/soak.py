@@ -13,7 +13,8 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -370,11 +371,22 @@ class Soak:
             self.model.rows = [None] * self.shape.max_batch
 
 
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """The caches are too small for more."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def run(ops: int, seed: int, device: str, backend: str = "auto", shapes: tuple[Shape, ...] = SHAPES) -> Counter[str]:
     """So many operations, shared out over `shapes`. Returns how often each was done; Mismatch if something differs."""
     done: Counter[str] = Counter()
     share = -(-ops // len(shapes))
-    with Progress(len(shapes) * -(-share // OPS_A_LINE)) as progress:
+    with _one_thread(), Progress(len(shapes) * -(-share // OPS_A_LINE)) as progress:
         for number, shape in enumerate(shapes):
             rng = random.Random(f"{seed} {number}")
             torch.manual_seed(rng.randrange(2**31))
@@ -405,7 +417,6 @@ def main() -> None:
     parser.add_argument("--backend", default="auto", help="of attend (default: %(default)s)")
     options = parser.parse_args()
     print(f"seed {options.seed}", file=sys.stderr)
-    torch.set_num_threads(1)  # the caches are small
     started = time.monotonic()
     done = run(options.ops, options.seed, options.device, options.backend)
     seconds = time.monotonic() - started

@@ -151,7 +151,7 @@ class KVCache:
     @torch.no_grad()
     def dense(self, sequence: int) -> tuple[Tensor, Tensor]:
         """K and V of one sequence, (Hkv, length, D) each: pruned where compressed, as they came in the window."""
-        (row,) = self._rows([sequence], 1, "sequence")
+        row = self._row(sequence)
         self._refresh("dense")
         return self._dense(row)
 
@@ -372,7 +372,7 @@ class KVCache:
     @torch.no_grad()
     def free(self, sequence: int) -> None:
         """Gives a row and its pages back. Raises TypeError or ValueError if it is not in use."""
-        (row,) = self._rows([sequence], 1, "sequence")
+        row = self._row(sequence)
         self._outside_capture("free")
         self._storage.apply(self._table.assign([Target(row, [], 0, 0, used=False)], private=False))
         self._storage.set_lengths([row], [0], [0])
@@ -384,7 +384,7 @@ class KVCache:
         Raises TypeError or ValueError if `sequence` is not in use; RuntimeError if all rows are in use, and as `crop`
         does.
         """
-        (source,) = self._rows([sequence], 1, "sequence")
+        source = self._row(sequence)
         self._refresh("fork")
         row = self._table.unused()
         self._storage.apply(self._table.assign([self._table.copied(row, source)], private=self._captured))
@@ -445,10 +445,20 @@ class KVCache:
             raise ValueError(f"sequences must name one row for each of {of}'s {count}, got {len(rows)}")
         if len(set(rows)) != len(rows):
             raise ValueError(f"sequences must be distinct, got {rows}")
+        self._require_use(rows, "sequences")
+        return rows
+
+    def _row(self, sequence: int) -> int:
+        """The number of one row in use."""
+        row = _checks.integer(sequence, "sequence")
+        _cache_checks.rows([row], "sequence", self.max_batch, "max_batch")
+        self._require_use([row], "sequence")
+        return row
+
+    def _require_use(self, rows: list[int], name: str) -> None:
         for row in rows:
             if not self._table.rows[row].used:
-                raise ValueError(f"sequences must be in use, {row} is not: take it by add or fork")
-        return rows
+                raise ValueError(f"{name} must be in use, {row} is not: take it by add or fork")
 
     def _capturing(self) -> bool:
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,520 @@
+"""KVCache against dense tensors: what it holds, what attention gives, what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import cute_kernels as ck
+from profiling.soak import SHAPES, Soak, run
+from profiling.soak_model import DenseCache, attention
+from tests.oracle import bits, prune, same_bits
+
+# head_dim 16 with 6 kept: 2 channels a class, so that no stream of a tile can exceed its slot.
+EXACT = {"head_dim": 16, "keep": 6}
+
+
+def make(device="cpu", **arguments) -> ck.KVCache:
+    return ck.KVCache(**{"max_batch": 4, "kv_heads": 2, "capacity": 1000, "device": device, **EXACT, **arguments})
+
+
+def pair(*shape: int, device="cpu", dtype=torch.float16) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(shape).to(dtype).to(device), torch.randn(shape).to(dtype).to(device)
+
+
+def held(tokens: torch.Tensor, keep: int | None, window: int) -> torch.Tensor:
+    """(Hkv, T, D) as a cache holds it."""
+    compressed = max(0, (tokens.shape[1] - window) // 64) * 64
+    return torch.cat([prune(tokens[:, :compressed], keep), tokens[:, compressed:]], dim=1)
+
+
+def check(cache: ck.KVCache, row: int, k: torch.Tensor, v: torch.Tensor) -> None:
+    """The row holds (Hkv, T, D)."""
+    for got, tokens, keep in zip(cache.dense(row), (k, v), (cache.key_keep, cache.value_keep)):
+        assert same_bits(got.cpu(), held(tokens.cpu(), keep or None, cache.window))
+
+
+# ---- What it holds ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 63, 64, 95, 96, 97, 160, 300])
+@pytest.mark.parametrize("page_tokens", [64, 192])
+def test_prefill_prunes_all_but_the_window(device, rng, tokens, page_tokens):
+    cache = make(device, page_tokens=page_tokens)
+    k, v = pair(3, 2, tokens, 16, device=device)
+    cache.prefill(k, v)
+    assert cache.batch == 3 and cache.lengths.tolist() == [tokens] * 3 and cache.lengths.device == cache.device
+    for row in range(3):
+        check(cache, row, k[row], v[row])
+
+
+@given(
+    data=st.data(),
+    window=st.sampled_from([0, 1, 32, 100]),
+    page_tokens=st.sampled_from([64, 128]),
+    dtype=st.sampled_from([torch.float16, torch.bfloat16]),
+    keeps=st.sampled_from([(6, 6), (1, 16), (None, None), (6, None)]),
+)
+def test_portions_make_no_difference(data, window, page_tokens, dtype, keeps):
+    torch.manual_seed(data.draw(st.integers(0, 2**31)))
+    portions = data.draw(st.lists(st.one_of(st.integers(1, 64), st.integers(65, 250)), min_size=1, max_size=8))
+    cache = make(
+        window=window,
+        page_tokens=page_tokens,
+        dtype=dtype,
+        keep=None,
+        key_keep=keeps[0],
+        value_keep=keeps[1],
+        capacity=2000,
+    )
+    k, v = pair(2, 2, sum(portions), 16, dtype=dtype)
+    for one_k, one_v in zip(k.split(portions, dim=2), v.split(portions, dim=2)):
+        cache.append(one_k, one_v)
+    assert cache.lengths.tolist() == [sum(portions)] * 2
+    for row in range(2):
+        check(cache, row, k[row], v[row])
+
+
+def test_views_are_read_where_they_are(device, rng):
+    cache = make(device)
+    whole = torch.randn(2, 500, 2, 2, 3, 24).half().to(device)  # (B, T, Hkv, kv, ., D)
+    k, v = whole[:, :, :, 0, 1, 4:20].transpose(1, 2), whole[:, :, :, 1, 2, :16].transpose(1, 2)
+    cache.prefill(k[:, :, :333], v[:, :, :333])
+    cache.append(k[:, :, 333:334], v[:, :, 333:334])
+    cache.append(k[:, :, 334:384], v[:, :, 334:384])
+    cache.append(k[:, :, 384:], v[:, :, 384:])
+    for row in range(2):
+        check(cache, row, k[row], v[row])
+
+
+@pytest.mark.parametrize("kind", ["list", "int32", "int64"])
+def test_left_padding(device, rng, kind):
+    cache = make(device)
+    k, v = pair(4, 2, 290, 16, device=device)
+    k[:, :, 0] = float("nan")  # padding is never read
+    lengths = [289, 0, 64, rng.randint(1, 289)]
+    given_lengths = lengths if kind == "list" else torch.tensor(lengths, dtype=getattr(torch, kind), device=device)
+    cache.prefill(k, v, lengths=given_lengths)
+    assert cache.lengths.tolist() == lengths
+    new_k, new_v = pair(4, 2, 100, 16, device=device)
+    cache.append(new_k, new_v)
+    for row, n in enumerate(lengths):
+        check(
+            cache,
+            row,
+            torch.cat([k[row, :, 290 - n :], new_k[row]], dim=1),
+            torch.cat([v[row, :, 290 - n :], new_v[row]], dim=1),
+        )
+
+
+def test_patterns_and_special_values(device, rng):
+    cache = make(device, keep=None, head_dim=64, capacity=2000)
+    k, v = pair(2, 2, 700, 64, device=device)
+    k[:, :, :64], v[:, :, 64:128] = 0.0, -0.0
+    k[0, 0, 130::7], v[0, 1, 131::5, ::3] = float("nan"), float("inf")
+    k[1, 1, 200:400, 5:] = 0.0
+    cache.prefill(k[:, :, :600], v[:, :, :600])
+    for i in range(600, 700):
+        cache.append(k[:, :, i : i + 1], v[:, :, i : i + 1])
+    for row in range(2):
+        check(cache, row, k[row], v[row])
+
+
+@given(data=st.data(), page_tokens=st.sampled_from([64, 128, 256]))
+def test_crop_then_append(data, page_tokens):
+    torch.manual_seed(data.draw(st.integers(0, 2**31)))
+    cache, model = make(page_tokens=page_tokens), DenseCache(4, 2, 16, torch.float16, (6, 6), 32)
+    for _ in range(data.draw(st.integers(1, 5))):
+        n = data.draw(st.integers(1, 200))
+        k, v = pair(2, 2, n, 16)
+        if int(cache.lengths.max() if cache.batch else 0) + n <= cache.max_length:
+            cache.append(k, v)
+            for row in range(2):
+                model.append(row, k[row], v[row])
+        keep = data.draw(st.integers(-min(model.tokens(0), model.tokens(1)), model.tokens(0) + 1))
+        cache.crop(keep)
+        for row in range(2):
+            model.crop(row, keep)
+            for got, want in zip(cache.dense(row), (model.rows[row].keys, model.rows[row].values)):
+                assert same_bits(got, want)
+
+
+def test_crop_lengths(rng):
+    cache = make()
+    k, v = pair(3, 2, 300, 16)
+    cache.prefill(k, v, lengths=[300, 200, 10])
+    cache.crop(250)
+    assert cache.lengths.tolist() == [250, 200, 10]
+    cache.crop(-10)
+    assert cache.lengths.tolist() == [240, 190, 0]
+    cache.crop([-40, 180], sequences=[0, 1])
+    assert cache.lengths.tolist() == [200, 180, 0]
+    cache.crop(torch.tensor([7, 150]), sequences=torch.tensor([1, 0]))
+    assert cache.lengths.tolist() == [150, 7, 0]
+    cache.crop(0)
+    assert cache.lengths.tolist() == [0, 0, 0] and cache.statistics()["pages_free"] == cache.statistics()["pages"]
+    assert cache.batch == 3
+
+
+def test_moving_rows(device, rng):
+    cache = make(device, max_batch=6)
+    k, v = pair(3, 2, 300, 16, device=device)
+    cache.prefill(k, v, lengths=[300, 100, 0])
+    rows = [(k[0], v[0]), (k[1, :, 200:], v[1, :, 200:]), (k[2, :, 300:], v[2, :, 300:])]
+
+    def expect(order: list[int]) -> None:
+        assert cache.batch == len(order) and cache.lengths.tolist() == [rows[i][0].shape[1] for i in order]
+        for row, i in enumerate(order):
+            check(cache, row, *rows[i])
+
+    cache.reorder(torch.tensor([1, 0, 0], device=device))
+    expect([1, 0, 0])
+    cache.repeat_interleave(2)
+    expect([1, 1, 0, 0, 0, 0])
+    cache.select([5, 0])
+    expect([0, 1])
+    cache.repeat_interleave(3)
+    expect([0, 0, 0, 1, 1, 1])
+    cache.select([])
+    assert cache.batch == 0 and cache.statistics()["pages_free"] == cache.statistics()["pages"]
+
+
+def test_copies_share_pages_and_part_when_written_to(device, rng):
+    cache = make(device, page_tokens=128)
+    k, v = pair(1, 2, 96 + 64 * 2, 16, device=device)  # 3 tiles, 1 1/2 pages
+    cache.prefill(k, v)
+    used = cache.statistics()["pages"] - cache.statistics()["pages_free"]
+    twin = cache.fork(0)
+    assert twin == 1 and cache.statistics()["pages"] - cache.statistics()["pages_free"] == used == 2
+    assert cache.statistics()["pages_shared"] == 2
+    more_k, more_v = pair(2, 2, 128, 16, device=device)
+    for i in range(128):
+        cache.append(more_k[:, :, i : i + 1], more_v[:, :, i : i + 1], sequences=[0, 1])
+    statistics = cache.statistics()
+    assert statistics["pages_shared"] == 1 and statistics["pages"] - statistics["pages_free"] == 5
+    for row in range(2):
+        check(cache, row, torch.cat([k[0], more_k[row]], dim=1), torch.cat([v[0], more_v[row]], dim=1))
+    cache.free(0)
+    check(cache, 1, torch.cat([k[0], more_k[1]], dim=1), torch.cat([v[0], more_v[1]], dim=1))
+    assert cache.statistics()["pages_shared"] == 0 and cache.statistics()["sequences"] == 1
+
+
+def test_rows_for_a_server(rng):
+    cache = make(max_batch=3)
+    assert [cache.add() for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(RuntimeError, match="all max_batch = 3 sequences are in use"):
+        cache.add()
+    with pytest.raises(RuntimeError, match="all max_batch = 3 sequences are in use"):
+        cache.fork(0)
+    k, v = pair(2, 2, 70, 16)
+    cache.prefill(k, v, sequences=[2, 0])
+    check(cache, 2, k[0], v[0])
+    check(cache, 0, k[1], v[1])
+    cache.free(1)
+    assert cache.batch == 3 and cache.fork(2) == 1
+    cache.free(2)
+    assert cache.batch == 2
+    check(cache, 1, k[0], v[0])
+
+
+def test_reset_makes_it_as_new(rng):
+    cache = make()
+    cache.prefill(*pair(4, 2, 500, 16))
+    cache.reset()
+    assert cache.batch == 0 and cache.lengths.shape == (0,)
+    assert cache.statistics()["pages_free"] == cache.statistics()["pages"]
+    k, v = pair(2, 2, 100, 16)
+    cache.prefill(k, v)
+    for row in range(2):
+        check(cache, row, k[row], v[row])
+
+
+# ---- Attention -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("head_dim, group", [(64, 1), (128, 7), (40, 5), (256, 2)])
+def test_attend(backend, rng, dtype, head_dim, group):
+    cache = make(backend.device, head_dim=head_dim, keep=head_dim // 3, dtype=dtype, page_tokens=128)
+    k, v = pair(4, 2, 400, head_dim, device=backend.device, dtype=dtype)
+    cache.prefill(k, v, lengths=[400, 0, 20, rng.randint(1, 399)])
+    for sequences in (None, [3, 1, 2, 0]):
+        for queries, causal in ((1, True), (3, False), (70, True)):
+            rows = sequences or [0, 1, 2, 3]
+            q = torch.randn(len(rows), queries, 2 * group, head_dim).to(dtype).to(backend.device).transpose(1, 2)
+            scale = rng.choice([None, 0.1])
+            out, lse = cache.attend(
+                q, scale=scale, causal=causal, return_lse=True, sequences=sequences, backend=backend.name
+            )
+            assert out.dtype == dtype and lse.dtype == torch.float32
+            for i, row in enumerate(rows):
+                keys, values = (x.cpu() for x in cache.dense(row))
+                want, want_lse = attention(q[i].cpu(), keys, values, scale or head_dim**-0.5, causal)
+                error = (out[i].cpu().double() - want).norm()
+                assert error <= (2e-3 if dtype == torch.float16 else 1e-2) * want.norm()
+                torch.testing.assert_close(lse[i].cpu().double(), want_lse, rtol=1e-3, atol=1e-3)
+
+
+def test_attend_into_out(backend, rng):
+    cache = make(backend.device)
+    cache.append(*pair(2, 2, 50, 16, device=backend.device))
+    q = pair(2, 6, 1, 16, device=backend.device)[0]
+    out = torch.full_like(q, float("nan"))
+    assert cache.attend(q, out=out, backend=backend.name) is out
+    assert same_bits(out, cache.attend(q, backend=backend.name))
+
+
+def test_one_sequence_never_reaches_another(backend, rng):
+    """NaN in one row, in pages and windows that it leaves behind, and in padding."""
+
+    def drive(poison: float) -> torch.Tensor:
+        torch.manual_seed(7)
+        cache = make(backend.device, max_batch=3, pool_tokens=640)
+        k, v = pair(3, 2, 200, 16, device=backend.device)
+        k[1], v[1] = poison, poison
+        cache.prefill(k, v, lengths=[200, 200, 150])
+        q = pair(3, 4, 2, 16, device=backend.device)[0]
+        first = cache.attend(q, backend=backend.name)
+        cache.free(1)
+        row = cache.add()
+        cache.append(*pair(1, 2, 5, 16, device=backend.device), sequences=[row])
+        cache.append(*pair(3, 2, 1, 16, device=backend.device))
+        second = cache.attend(q, backend=backend.name)
+        cache.append(*pair(3, 2, 60, 16, device=backend.device))
+        return torch.cat([first[[0, 2]], second, cache.attend(q, backend=backend.name)])
+
+    clean, poisoned = drive(1.0), drive(float("nan"))
+    assert clean.isfinite().all() and same_bits(clean, poisoned)
+
+
+def test_a_decode_loop_is_the_same_however_it_is_batched(backend, rng):
+    """Rows of one cache, and caches of one row."""
+    together = make(backend.device, max_batch=3)
+    alone = [make(backend.device, max_batch=1) for _ in range(3)]
+    k, v = pair(3, 2, 155, 16, device=backend.device)
+    together.prefill(k, v)
+    for i, cache in enumerate(alone):
+        cache.prefill(k[i : i + 1], v[i : i + 1])
+    for _ in range(15):
+        k, v = pair(3, 2, 1, 16, device=backend.device)
+        q = pair(3, 4, 1, 16, device=backend.device)[0]
+        together.append(k, v)
+        out = together.attend(q, backend=backend.name)
+        for i, cache in enumerate(alone):
+            cache.append(k[i : i + 1], v[i : i + 1])
+            torch.testing.assert_close(cache.attend(q[i : i + 1], backend=backend.name), out[i : i + 1])
+
+
+# ---- Memory and limits -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kv_heads", [1, 8])
+def test_bytes_at_38_of_128(kv_heads):
+    cache = ck.KVCache(max_batch=2, kv_heads=kv_heads, head_dim=128, capacity=16384, keep=38, device="cpu")
+    dense = 2 * 2 * kv_heads * 16384 * 128 * 2
+    assert cache.nbytes() <= 0.45 * dense
+    cache.prefill(*pair(2, kv_heads, 16384, 128))  # and it is really enough for that many
+    assert cache.lengths.tolist() == [16384, 16384]
+    statistics = cache.statistics()
+    tiles = 2 * 2 * kv_heads * 255
+    assert statistics["key_tiles_trimmed"] + statistics["value_tiles_trimmed"] <= max(2, tiles / 1000)
+
+
+def test_pool_bytes_and_pool_tokens():
+    by_tokens = make(pool_tokens=1000, page_tokens=128)
+    assert by_tokens.statistics()["pages"] == 8
+    page_bytes = by_tokens.statistics()["page_bytes"]
+    by_bytes = make(pool_bytes=8 * page_bytes + 1, page_tokens=128)
+    assert by_bytes.statistics()["pages"] == 8 and by_bytes.nbytes() == by_tokens.nbytes()
+    larger = make(pool_tokens=1024 + 128, page_tokens=128)
+    assert larger.nbytes() - by_tokens.nbytes() == page_bytes
+    with pytest.raises(ValueError, match=f"pool_bytes must be at least {page_bytes}"):
+        make(pool_bytes=page_bytes - 1, page_tokens=128)
+
+
+def state(cache: ck.KVCache) -> tuple:
+    rows = [[bits(x) for x in cache.dense(row)] for row in range(cache.batch)]
+    return cache.statistics(), cache.lengths.tolist(), [x.tolist() for row in rows for x in row]
+
+
+def test_out_of_pages_changes_nothing(device, rng):
+    cache = make(device, max_batch=4, pool_tokens=320)  # 5 pages
+    k, v = pair(2, 2, 160, 16, device=device)
+    cache.prefill(k, v)  # 2 each
+    before = state(cache)
+    with pytest.raises(RuntimeError, match=r"out of pages: 2 more of 64 tokens are needed, 1 of 5 are free.*pool_tok"):
+        cache.append(*pair(2, 2, 64, 16, device=device))
+    with pytest.raises(RuntimeError, match="out of pages: 4 more"):
+        cache.append(*pair(4, 2, 100, 16, device=device))
+    with pytest.raises(RuntimeError, match="out of pages"):
+        cache.reserve(128)
+    with pytest.raises(RuntimeError, match="sequence 0 holds 160 tokens, 841 more exceed capacity = 1000"):
+        cache.append(*pair(1, 2, 841, 16, device=device))
+    added = cache.add()
+    with pytest.raises(RuntimeError, match="out of pages: 4 more"):
+        cache.prefill(*pair(1, 2, 300, 16, device=device), sequences=[added])
+    cache.free(added)
+    after = state(cache)
+    assert after == before
+    more_k, more_v = pair(1, 2, 64, 16, device=device)
+    cache.append(more_k, more_v)  # one more page is there
+    check(cache, 0, torch.cat([k[0], more_k[0]], dim=1), torch.cat([v[0], more_v[0]], dim=1))
+    cache.crop(40, sequences=[0])
+    cache.append(*pair(2, 2, 64, 16, device=device))
+    assert cache.lengths.tolist() == [104, 224]
+
+
+def test_every_token_of_the_capacity_can_be_used(rng):
+    for window, capacity, page_tokens in ((32, 160, 64), (32, 95, 64), (0, 128, 128), (100, 230, 64), (1000, 70, 64)):
+        cache = make(window=window, capacity=capacity, page_tokens=page_tokens, max_batch=2)
+        k, v = pair(2, 2, capacity, 16)
+        for i in range(capacity):
+            cache.append(k[:, :, i : i + 1], v[:, :, i : i + 1])
+        check(cache, 1, k[1], v[1])
+        with pytest.raises(RuntimeError, match=f"exceed capacity = {capacity}"):
+            cache.append(k[:, :, :1], v[:, :, :1])
+
+
+def test_reserved_pages_are_there(rng):
+    cache = make(max_batch=2, pool_tokens=640)
+    cache.append(*pair(1, 2, 1, 16))
+    cache.reserve(500)
+    with pytest.raises(RuntimeError, match="out of pages"):
+        cache.append(*pair(2, 2, 400, 16))
+    cache.append(*pair(1, 2, 500, 16))
+    assert cache.lengths.tolist() == [501]
+
+
+# ---- Soak ------------------------------------------------------------------------------------------------------------
+
+
+def test_soak(rng, capsys):
+    assert sum(run(2400, rng.randrange(2**31), "cpu").values()) >= 2400
+
+
+@pytest.mark.gpu
+def test_soak_on_a_gpu(rng):
+    run(1200, rng.randrange(2**31), "cuda")
+
+
+def test_soak_as_after_a_capture(rng):
+    """Lengths are read from the device and partly filled pages are never shared."""
+    soak = Soak(SHAPES[1], rng, "cpu")
+    soak.cache._captured = True
+    for _ in range(400):
+        soak.step()
+        table = soak.cache._table
+        assert all(table.is_private(row) for row in range(table.batch))
+
+
+# ---- Bad input -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments, error, message",
+    [
+        ({"max_batch": 0}, ValueError, "max_batch must be at least 1, got 0"),
+        ({"max_batch": 2.0}, TypeError, "max_batch must be an integer, got float"),
+        ({"kv_heads": 0}, ValueError, "kv_heads must be at least 1"),
+        ({"head_dim": 20}, ValueError, "head_dim must be a multiple of 8, from 8 to 256, got 20"),
+        ({"head_dim": 264}, ValueError, "head_dim must be a multiple of 8, from 8 to 256, got 264"),
+        ({"dtype": torch.float32}, TypeError, "dtype must be float16 or bfloat16, got float32"),
+        ({"capacity": 0}, ValueError, "capacity must be at least 1"),
+        ({"keep": 17}, ValueError, "keep must be from 1 to D = 16, got 17"),
+        ({"key_keep": 0}, ValueError, "key_keep must be from 1 to D = 16, got 0"),
+        ({"sparsity": 0.5}, ValueError, "pass one of them"),
+        ({"window": -1}, ValueError, "window must be at least 0"),
+        ({"page_tokens": 96}, ValueError, "page_tokens must be a multiple of 64, got 96"),
+        ({"page_tokens": 0}, ValueError, "page_tokens must be at least 64, got 0"),
+        ({"pool_tokens": 64, "pool_bytes": 10**6}, ValueError, "pool_tokens and pool_bytes say the same thing"),
+        ({"pool_tokens": 0}, ValueError, "pool_tokens must be at least 1"),
+        ({"max_batch": 2**20, "capacity": 2**20}, ValueError, "must not ask for more than 2147483647 tiles"),
+        ({"device": "meta"}, ValueError, "device must be a cpu or cuda device, got meta"),
+    ],
+)
+def test_construction_refuses(arguments, error, message):
+    with pytest.raises(error, match=message):
+        make(**arguments)
+
+
+def _tokens(batch: int = 2, heads: int = 2, n: int = 3, dim: int = 16, dtype=torch.float16):
+    x = torch.zeros(batch, heads, n, dim, dtype=dtype)
+    return x, x
+
+
+REFUSED = [
+    (lambda c: c.append(None, None), TypeError, "k must be a torch.Tensor, got NoneType"),
+    (lambda c: c.append(*_tokens(dtype=torch.bfloat16)), TypeError, "k must be float16 like the cache, got bfloat16"),
+    (
+        lambda c: c.append(*_tokens(heads=3)),
+        ValueError,
+        r"k must have shape .* Hkv = 2 and D = 16, got \(2, 3, 3, 16\)",
+    ),
+    (lambda c: c.append(*_tokens(dim=32)), ValueError, "D = 16, got"),
+    (lambda c: c.append(_tokens()[0], _tokens(n=2)[0]), ValueError, "v must have the shape of k"),
+    (lambda c: c.append(_tokens()[0][0], _tokens()[0][0]), ValueError, "k must have shape"),
+    (lambda c: c.append(*_tokens(n=0)), ValueError, "k must have at least 1 token"),
+    (lambda c: c.append(*_tokens(batch=5)), ValueError, "k must have at most max_batch = 4 rows, got 5"),
+    (lambda c: c.append(*_tokens(), sequences=[0]), ValueError, "sequences must name one row for each of k's 2, got 1"),
+    (lambda c: c.append(*_tokens(), sequences=[0, 0]), ValueError, "sequences must be distinct"),
+    (lambda c: c.append(*_tokens(), sequences=[0, 3]), ValueError, "sequences must be in use, 3 is not"),
+    (
+        lambda c: c.append(*_tokens(), sequences=[0, 4]),
+        ValueError,
+        "sequences must be from 0 to max_batch - 1 = 3, got 4",
+    ),
+    (lambda c: c.append(*_tokens(), sequences=[0.0, 1.0]), TypeError, "element of sequences must be an integer"),
+    (lambda c: c.append(*_tokens(), sequences=torch.zeros(2)), TypeError, "sequences must hold integers"),
+    (lambda c: c.append(*_tokens(), sequences="01"), TypeError, "sequences must be a sequence of integers"),
+    (
+        lambda c: c.append(_tokens(dim=32)[0][..., ::2], _tokens(dim=32)[0][..., ::2]),
+        ValueError,
+        "k must have stride 1 in its last dimension",
+    ),
+    (lambda c: c.prefill(*_tokens()), ValueError, "prefill takes empty sequences, sequence 0 holds 100 tokens"),
+    (lambda c: c.prefill(*_tokens(), lengths=[1]), ValueError, "lengths must have one integer for each of 2"),
+    (lambda c: c.prefill(*_tokens(), lengths=[1, 4]), ValueError, "lengths must be from 0 to T = 3, got 4"),
+    (lambda c: c.prefill(*_tokens(), lengths=3), TypeError, "lengths must be a sequence of integers"),
+    (lambda c: c.prefill(*_tokens(), lengths=torch.ones(2)), TypeError, "lengths must hold integers"),
+    (lambda c: c.attend(_tokens()[0][0]), ValueError, r"q must have shape \(B, Hq, Sq, D\)"),
+    (lambda c: c.attend(_tokens(heads=3)[0]), ValueError, "multiple of kv_heads = 2, got 3"),
+    (lambda c: c.attend(_tokens(batch=3)[0]), ValueError, "q must have at most batch = 2 rows, got 3"),
+    (lambda c: c.attend(_tokens(dtype=torch.float32)[0]), TypeError, "q must be float16"),
+    (lambda c: c.attend(_tokens()[0], scale="1"), TypeError, "scale must be a real number"),
+    (lambda c: c.attend(_tokens()[0], scale=float("nan")), ValueError, "scale must be finite"),
+    (lambda c: c.attend(_tokens()[0], causal=1), TypeError, "causal must be a bool"),
+    (lambda c: c.attend(_tokens()[0], backend="gpu"), ValueError, "backend must be one of"),
+    (lambda c: c.attend(_tokens()[0], backend="sm80"), RuntimeError, "backend 'sm80' takes tensors on a cuda device"),
+    (lambda c: c.attend(_tokens()[0], out=_tokens(n=2)[0]), ValueError, "out must have shape"),
+    (lambda c: c.attend(_tokens()[0], sequences=[3, 2]), ValueError, "sequences must be in use, 3 is not"),
+    (lambda c: c.crop("3"), TypeError, "length must be an integer"),
+    (lambda c: c.crop([1, 2, 3]), ValueError, "length must have one integer for each of 2 sequences, got 3"),
+    (lambda c: c.crop(-101), ValueError, "length -101 drops more tokens than sequence 0 holds, 100"),
+    (lambda c: c.crop([5, -101]), ValueError, "length -101 drops more tokens than sequence 1 holds, 100"),
+    (lambda c: c.reorder([0]), ValueError, "beam_idx must name one row for each of batch = 2, got 1"),
+    (lambda c: c.reorder([0, 2]), ValueError, "beam_idx must be from 0 to batch - 1 = 1, got 2"),
+    (lambda c: c.reorder(torch.zeros(2, 1, dtype=torch.int64)), ValueError, "beam_idx must have 1 dimension"),
+    (lambda c: c.repeat_interleave(3), ValueError, "repeats must be from 1 to max_batch / batch = 4 / 2, got 3"),
+    (lambda c: c.repeat_interleave(0), ValueError, "repeats must be from 1"),
+    (lambda c: c.select([0, 1, 0, 1, 0]), ValueError, "indices must name at most max_batch = 4 rows, got 5"),
+    (lambda c: c.select([-1]), ValueError, "indices must be from 0 to batch - 1 = 1, got -1"),
+    (lambda c: c.select(0), TypeError, "indices must be a sequence of integers"),
+    (lambda c: c.free(2), ValueError, "sequence must be in use, 2 is not"),
+    (lambda c: c.fork(-1), ValueError, "sequence must be from 0 to max_batch - 1 = 3, got -1"),
+    (lambda c: c.fork(True), TypeError, "sequence must be an integer, got bool"),
+    (lambda c: c.dense(3), ValueError, "sequence must be in use, 3 is not"),
+    (lambda c: c.reserve(-1), ValueError, "tokens must be at least 0, got -1"),
+    (lambda c: c.reserve(1.5), TypeError, "tokens must be an integer, got float"),
+]
+
+
+@pytest.mark.parametrize("call, error, message", REFUSED)
+def test_bad_input_raises_and_changes_nothing(rng, call, error, message):
+    cache = make()
+    cache.prefill(*pair(2, 2, 100, 16))
+    before = state(cache)
+    with pytest.raises(error, match=message):
+        call(cache)
+    assert state(cache) == before
