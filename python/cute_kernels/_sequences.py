@@ -119,8 +119,22 @@ class SequenceTable:
                 pages += new
         return changes
 
-    def advance(self, rows: Iterable[int], tokens: Iterable[int]) -> None:
-        """So many tokens were appended."""
+    def stays_dense(self, rows: Iterable[int], tokens: int) -> bool:
+        """Whether rows in use take so many more tokens into their windows: no tile gets full, `provide` need not be
+        called. What most steps of decoding ask."""
+        most, end = self.recent + TILE - tokens, self.capacity - tokens
+        for row in rows:
+            state = self.rows[row]
+            if state.window >= most or state.compressed + state.window > end or not state.used:
+                return False
+        return True
+
+    def advance(self, rows: Iterable[int], tokens: Iterable[int], *, stays_dense: bool = False) -> None:
+        """So many tokens were appended; stays_dense: what that said."""
+        if stays_dense:
+            for row, more in zip(rows, tokens):
+                self.rows[row].window += more
+            return
         for row, more in zip(rows, tokens):
             state = self.rows[row]
             state.compressed, state.window = self.after(row, more)
