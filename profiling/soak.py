@@ -112,13 +112,15 @@ class Soak:
             self.check_content(row)
         table, storage = self.cache._table, self.cache._storage
         table.check()
-        for i, row in enumerate(table.rows):
-            entries = storage.pool.page_table[i].tolist()
-            self._require(entries[: len(row.pages)] == row.pages, f"page table of row {i} differs from the host's")
-            self._require(set(entries[len(row.pages) :]) <= {-1}, f"page table of row {i} has pages too many")
+        for i, state in enumerate(table.rows):
+            entries, held = storage.pool.page_table[i].tolist(), len(state.pages)
+            self._require(entries[:held] == state.pages, f"page table of row {i} differs from the host's")
+            self._require(set(entries[held:]) <= {-1}, f"page table of row {i} has pages too many")
         compressed, window, failed = storage.read()
-        self._require(compressed == [row.compressed for row in table.rows], "compressed lengths differ from the host's")
-        self._require(window == [row.window for row in table.rows], "lengths of windows differ from the host's")
+        self._require(
+            compressed == [state.compressed for state in table.rows], "compressed lengths differ from the host's"
+        )
+        self._require(window == [state.window for state in table.rows], "lengths of windows differ from the host's")
         self._require(not failed, "an append left tokens out")
 
     def check_content(self, row: int) -> None:

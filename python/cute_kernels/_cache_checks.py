@@ -122,12 +122,13 @@ def config(
 
 def _tile_bytes(padded: int, key_keep: int, value_keep: int) -> int:
     """Of one head's K and V: blocks, their numbers of rows, and the token order."""
+    row_bytes: int = _C.format.ROW_BYTES
     rows = _pages.slot_rows(padded, key_keep) + _pages.slot_rows(padded, value_keep)
-    return rows * _C.format.ROW_BYTES + 2 * torch.int32.itemsize + TILE
+    return rows * row_bytes + 2 * torch.int32.itemsize + TILE
 
 
 def at_least(value: Any, name: str, least: int) -> int:
-    number = _checks.integer(value, name)
+    number: int = _checks.integer(value, name)
     if not least <= number < 2**63:
         raise ValueError(f"{name} must be at least {least}, got {number}")
     return number
@@ -148,7 +149,7 @@ def new_tokens(made_for: CacheConfig, k: Any, v: Any) -> tuple[Tensor, Tensor]:
     return k.resolve_neg(), v.resolve_neg()
 
 
-def queries(made_for: CacheConfig, q: Any) -> Tensor:
+def queries(made_for: CacheConfig, q: Any) -> None:
     """(B, Hq, Sq, D)."""
     _like_cache(q, "q", made_for)
     if q.dim() != 4 or q.shape[3] != made_for.head_dim:
@@ -158,7 +159,6 @@ def queries(made_for: CacheConfig, q: Any) -> Tensor:
             f"q must have a number of heads Hq that is a multiple of kv_heads = {made_for.kv_heads}, got {q.shape[1]}"
         )
     _checks.unit_stride(q, "q")
-    return q.resolve_neg()
 
 
 def _like_cache(x: Any, name: str, made_for: CacheConfig) -> None:

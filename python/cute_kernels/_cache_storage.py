@@ -101,7 +101,7 @@ class CacheStorage:
             sent = self._send([places, list(changes.entries.values())], torch.int64)
             table.view(-1).index_copy_(0, sent[0], sent[1].to(torch.int32))
         for tensor in self._pages_content() if changes.copies else ():
-            pages = tensor.unflatten(0, (-1, self.pool.key_channels.shape[1] * self.pool.tiles_per_page))
+            pages = tensor.view(self.pool.pages, -1)
             for source, target in changes.copies:
                 pages[target].copy_(pages[source])
 

@@ -102,10 +102,9 @@ class SequenceTable:
             fresh.append(max(0, self._pages_for(compressed) - len(state.pages)))
             writes = private or compressed > state.compressed
             tail = self._tail(state.compressed, state.pages) if writes else None
-            copy = tail is not None and self.allocator.references(tail) - released.get(tail, 0) > 1
-            if copy:
+            copied.append(tail is not None and self.allocator.references(tail) - released.get(tail, 0) > 1)
+            if tail is not None and copied[-1]:
                 released[tail] = released.get(tail, 0) + 1
-            copied.append(copy)
         self._check_free(sum(fresh) + sum(copied), 0)
         changes = Changes()
         for row, count, copy in zip(rows, fresh, copied):

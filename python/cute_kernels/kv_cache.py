@@ -234,7 +234,7 @@ class KVCache(CacheRows):
         Raises TypeError for a wrong class or dtype, ValueError for a wrong shape, device, stride or range, RuntimeError
         if the backend cannot serve the call; all before anything is launched.
         """
-        q = _cache_checks.queries(self._config, q)
+        _cache_checks.queries(self._config, q)
         rows = self._rows(sequences, q.shape[0], "q")
         scale = 1 / math.sqrt(self.head_dim) if scale is None else _checks.scale(scale)
         _checks.flag(causal, "causal")
