@@ -19,7 +19,6 @@ from cute_kernels.sparse_kv import SparseKV
 
 CACHE_DTYPES = (torch.float16, torch.bfloat16)
 PRODUCT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-METHODS = ("magnitude",)
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 
@@ -74,11 +73,6 @@ def head_dim(value: int, name: str, shape: Sequence[int]) -> None:
         raise ValueError(
             f"{name} must have a head dim D that is a multiple of 8, from 8 to {largest}, got {value} in shape {shape}"
         )
-
-
-def method(value: Any) -> None:
-    if not isinstance(value, str) or value not in METHODS:
-        raise ValueError(f"method must be one of {', '.join(map(repr, METHODS))}, got {value!r}")
 
 
 def role(value: Any) -> None:
