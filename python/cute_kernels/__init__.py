@@ -20,7 +20,7 @@ The method, per-token magnitude pruning with a bitmap and packed nonzeros, is th
 
 from __future__ import annotations
 
-from cute_kernels import rules
+from cute_kernels import mustafar, rules
 from cute_kernels.attention import sparse_attention
 from cute_kernels._backends import backends
 from cute_kernels.compression import compress, compress_kv, decompress, prune
@@ -37,6 +37,7 @@ __all__ = [
     "compress",
     "compress_kv",
     "decompress",
+    "mustafar",
     "prune",
     "rules",
     "sparse_attention",
