@@ -46,10 +46,12 @@ class Rule(abc.ABC):
 
     per_token: a promise that at most `kept` elements of any token are kept, so that storage preallocated for `kept`
         holds them. Where it is broken, such storage takes the largest `kept`.
+    group: how many tokens are meant to be pruned together; a cache that grows hands over multiples of it.
     """
 
     name: ClassVar[str]
     per_token: ClassVar[bool] = False
+    group: int = 1
 
     @abc.abstractmethod
     def mask(self, x: Tensor, kept: int, role: str | None) -> Tensor:
@@ -104,6 +106,7 @@ class ChannelMagnitude(Rule):
     """Per channel, of every `group` tokens, the share kept / D with the largest abs(x), at least one."""
 
     name = "channel-magnitude"
+    group = GROUP_TOKENS
 
     def __init__(self, group: int = GROUP_TOKENS) -> None:
         self.group = _positive(group, "group")
@@ -123,6 +126,7 @@ class OutputAware(Rule):
     """
 
     name = "output-aware"
+    group = GROUP_TOKENS
 
     def __init__(self, q: Tensor | None = None, attention: Tensor | None = None, group: int = GROUP_TOKENS) -> None:
         if q is None and attention is None:
@@ -165,6 +169,7 @@ class ThinK(Rule):
 
     name = "think"
     per_token = True
+    group = GROUP_TOKENS
 
     def __init__(self, q: Tensor) -> None:
         self.q = _floats(q, "q", (4,))
@@ -181,6 +186,7 @@ class ThinV(Rule):
 
     name = "thinv"
     per_token = True
+    group = GROUP_TOKENS
 
     def mask(self, x: Tensor, kept: int, role: str | None) -> Tensor:
         if role == "key":
@@ -209,6 +215,13 @@ RULES: dict[str, type[Rule]] = {
     rule.name: rule for rule in (Magnitude, ChannelMagnitude, OutputAware, ThinK, ThinV, Random)
 }
 _NEED_INPUTS = {"output-aware": "OutputAware(q=..., attention=...)", "think": "ThinK(q=...)"}
+
+
+def needs(name: str, role: str) -> str | None:
+    """What the rule of that name takes besides the cache: "q", "attention" or nothing."""
+    if name not in _NEED_INPUTS:
+        return None
+    return "attention" if (name, role) == ("output-aware", "value") else "q"
 
 
 def resolve(method: Any) -> Rule:

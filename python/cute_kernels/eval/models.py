@@ -1,0 +1,94 @@
+"""Local model folders, and the cache that a setting asks for."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cute_kernels import rules
+from cute_kernels.eval.settings import Setting, kept_elements
+
+CACHES = ("pruned", "sparse")
+CacheMaker = Callable[[], Any]
+
+
+class Missing(RuntimeError):
+    """An optional dependency is not there; the message says which and how to get it."""
+
+
+def require(module: str, why: str) -> None:
+    """Raises Missing if a module of the extra `eval` cannot be found."""
+    if importlib.util.find_spec(module) is None:
+        raise Missing(f"{why} needs {module}: pip install 'cute-kernels[eval]'")
+
+
+def load_model(folder: Path, device: torch.device, dtype: str | torch.dtype = "auto") -> Any:
+    """A causal language model of a folder in Hugging Face's format. Nothing is downloaded."""
+    require("transformers", "cute_kernels.eval")
+    from transformers import AutoModelForCausalLM
+
+    _check(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+    return model.to(device).eval()
+
+
+def load_tokenizer(folder: Path) -> Any:
+    require("transformers", "cute_kernels.eval")
+    from transformers import AutoTokenizer
+
+    _check(folder)
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+
+def _check(folder: Path) -> None:
+    if not (folder / "config.json").is_file():
+        raise ValueError(
+            f"{folder} must be a local model folder in Hugging Face's format: there is no config.json in it"
+        )
+
+
+def prepare(model: Any, settings: list[Setting], cache: str) -> None:
+    """Checks that every setting can be evaluated on this model and cache, and shows queries to rules that want them."""
+    if cache not in CACHES:
+        raise ValueError(f"cache must be one of {', '.join(CACHES)}, got {cache!r}")
+    for setting in settings:
+        cache_maker(model, setting, cache)()
+    if cache == "pruned" and any(
+        rules.needs(setting.rule_of(role)[0], role)
+        for setting in settings
+        for role in ("key", "value")
+        if setting.rule_of(role)[1]
+    ):
+        from cute_kernels.eval import pruned_cache
+
+        pruned_cache.observe(model)
+
+
+def cache_maker(model: Any, setting: Setting, cache: str = "pruned") -> CacheMaker:
+    """Makes empty caches for one sequence of calls each.
+
+    cache: "pruned", dense in memory with pruned values, for every rule; "sparse", the compressed cache of
+    cute_kernels.integrations.transformers and its kernels, for the rule "magnitude".
+    """
+    if cache == "sparse" and setting.part != "none":
+        return _sparse(model, setting)
+    from cute_kernels.eval import pruned_cache
+
+    return lambda: pruned_cache.make(model.config, setting)
+
+
+def _sparse(model: Any, setting: Setting) -> CacheMaker:
+    if setting.rule != "magnitude":
+        raise ValueError(f"--cache sparse prunes by 'magnitude' alone, got {setting.rule!r}: take --cache pruned")
+    try:
+        from cute_kernels.integrations.transformers import SparseKVCache
+    except ImportError as error:
+        raise Missing(f"--cache sparse needs cute_kernels.integrations.transformers: {error}") from None
+    config = model.config.get_text_config()
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    keep = {f"{role}_keep": kept_elements(head_dim, setting.rule_of(role)[1]) or head_dim for role in ("key", "value")}
+    return lambda: SparseKVCache(model.config, window=setting.window, **keep)

@@ -1,0 +1,102 @@
+"""What is pruned, by which rule and how much."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cute_kernels import rules
+
+WINDOW = 32  # as in arXiv 2505.22913
+PARTS = ("keys", "values", "both")
+_PARTNERS = {"think": ("think", "thinv")}  # structured channels of keys and of values
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to prune a cache.
+
+    key_rule, value_rule: names from `cute_kernels.rules`. key_sparsity, value_sparsity: shares dropped, 0 to below 1;
+    0 leaves that cache dense. window: how many of the newest tokens stay dense at least. granularity: tokens leave the
+    window so many at a time, or as many as the rules want together if that is more.
+    """
+
+    key_rule: str = "magnitude"
+    value_rule: str = "magnitude"
+    key_sparsity: float = 0.0
+    value_sparsity: float = 0.0
+    window: int = WINDOW
+    granularity: int = 1
+
+    def __post_init__(self) -> None:
+        for role, rule in (("key", self.key_rule), ("value", self.value_rule)):
+            if rule not in rules.RULES:
+                raise ValueError(f"{role}_rule must be one of {', '.join(rules.RULES)}, got {rule!r}")
+        if self.key_rule == "thinv" or self.value_rule == "think":
+            raise ValueError("think prunes keys and thinv values: 'think' alone means both, each where it belongs")
+        for name in ("key_sparsity", "value_sparsity"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must be from 0 to below 1, got {getattr(self, name)}")
+        if self.window < 0 or self.granularity < 1:
+            raise ValueError(f"window must be >= 0 and granularity >= 1, got {self.window} and {self.granularity}")
+
+    @property
+    def part(self) -> str:
+        """ "none", "keys", "values" or "both"."""
+        return ("none", "keys", "values", "both")[(self.key_sparsity > 0) + 2 * (self.value_sparsity > 0)]
+
+    @property
+    def rule(self) -> str:
+        """The rule's name, or both: "magnitude+channel-magnitude"."""
+        pair = (self.key_rule, self.value_rule)
+        alone = [name for name in dict.fromkeys(pair) if pair == _PARTNERS.get(name, (name, name))]
+        return alone[0] if alone else "+".join(pair)
+
+    @property
+    def name(self) -> str:
+        """For people and file names: "dense", "magnitude-both-0.7", "magnitude-k0.5-v0.7"."""
+        if self.part == "none":
+            return "dense"
+        if self.part == "both" and self.key_sparsity != self.value_sparsity:
+            return f"{self.rule}-k{self.key_sparsity:g}-v{self.value_sparsity:g}"
+        return f"{self.rule}-{self.part}-{max(self.key_sparsity, self.value_sparsity):g}"
+
+    def rule_of(self, role: str) -> tuple[str, float]:
+        """(rule, sparsity) of "key" or "value"."""
+        return (self.key_rule, self.key_sparsity) if role == "key" else (self.value_rule, self.value_sparsity)
+
+
+DENSE = Setting()
+
+
+def kept_elements(head_dim: int, sparsity: float) -> int:
+    """Of D, as `prune` counts; 0 where nothing is pruned."""
+    return max(1, math.floor(head_dim * (1 - sparsity) + 1e-6)) if sparsity else 0
+
+
+def grid(
+    rule_names: Sequence[str],
+    parts: Sequence[str],
+    sparsities: Sequence[float],
+    *,
+    window: int = WINDOW,
+    granularity: int = 1,
+) -> list[Setting]:
+    """Every combination, after the dense cache.
+
+    rule_names: of `cute_kernels.rules`; "think" prunes keys by ThinK and values by ThinV; KEYS+VALUES names two rules.
+    parts: of "keys", "values" and "both". Raises ValueError for a name that is unknown.
+    """
+    settings = [Setting(window=window, granularity=granularity)]
+    for rule_name in rule_names:
+        key_rule, _, value_rule = rule_name.partition("+")
+        if not value_rule:
+            key_rule, value_rule = _PARTNERS.get(key_rule, (key_rule, key_rule))
+        for part in parts:
+            if part not in PARTS:
+                raise ValueError(f"parts must be of {', '.join(PARTS)}, got {part!r}")
+            for sparsity in sparsities:
+                keys, values = (sparsity * (part != "values"), sparsity * (part != "keys"))
+                settings.append(Setting(key_rule, value_rule, keys, values, window, granularity))
+    return list({setting.name: setting for setting in reversed(settings)}.values())[::-1]
