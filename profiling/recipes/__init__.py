@@ -1,0 +1,1 @@
+"""Models trained here, to measure what pruning does to them."""

@@ -1,0 +1,175 @@
+"""Trains a small Llama-architecture model on associative recall and copying, and measures what pruning its cache costs.
+
+    python -m profiling.recipes.associative_recall            # a GPU: about four million parameters, three minutes
+    python -m profiling.recipes.associative_recall --quick    # a CPU: a model of 80 000, a few minutes
+
+Rows (accuracy in percent of the tokens that follow from the context) and the plot go to profiling/results/<device>/ as
+accuracy.{csv,json,md} and plots/accuracy.{png,svg}; on a CPU or with arguments, to build/accuracy/. Every rule prunes
+keys, values or both: the context is prefilled, its tokens older than the window are pruned, and what follows is read 16
+tokens at a time. Needs the extras `eval` and `profile`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from profiling import ROOT
+
+try:
+    from cute_kernels.eval import models, results
+    from cute_kernels.eval.settings import PARTS, Setting, grid
+    from profiling.environment import Environment, environment
+    from profiling.recipes import training
+    from profiling.recipes.sequences import TASKS, Sequences, draw
+except ImportError as error:
+    print(
+        f"python -m profiling.recipes.associative_recall: {error}\nBuild cute_kernels first: make build",
+        file=sys.stderr,
+    )
+    sys.exit(2)
+
+RULES = ("magnitude", "output-aware", "channel-magnitude", "think", "random")
+SPARSITIES = (0.5, 0.7, 0.8, 0.9)
+CHUNK = 16
+COMMAND = "python -m profiling.recipes.associative_recall"
+Row = dict[str, Any]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = _parser().parse_args(arguments)
+    args.given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        models.require("transformers", "the recipe")
+        device = torch.device(args.device)
+        where = environment(device)
+        size = training.QUICK if args.quick else training.FULL
+        model = training.build(size, args.seed).to(device)
+        learnt = training.train(model, size, args.seed, args.seconds, training.print_to_stderr)
+        if args.save:
+            model.save_pretrained(args.save)
+        model = model.to(torch.bfloat16 if device.type == "cuda" else torch.float32)
+        settings = grid(RULES, PARTS, SPARSITIES)
+        rows = evaluate(model, size, settings, args, where, learnt)
+    except (ValueError, RuntimeError) as error:
+        print(f"{COMMAND}: error: {error}", file=sys.stderr)
+        return 2
+    for path in write(rows, args.out or _folder(args, where)):
+        print(path)
+    print(markdown(rows), end="")
+    return 0
+
+
+def evaluate(
+    model: Any,
+    size: training.Size,
+    settings: list[Setting],
+    args: argparse.Namespace,
+    where: Environment,
+    learnt: dict[str, float],
+) -> list[Row]:
+    """A row a setting and task, on the same sequences for all settings."""
+    models.prepare(model, settings, "pruned")
+    generator = torch.Generator(model.device).manual_seed(args.seed + 1)
+    drawn = {task: draw(task, size.pairs, size.symbols, args.sequences, generator) for task in TASKS}
+    about: Row = {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "head_dim": size.head_dim,
+        "context": drawn[TASKS[0]].context,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "training_steps": learnt["steps"],
+        "seed": args.seed,
+        "device": where.name,
+        "driver": where.driver,
+        "torch": where.torch,
+        "commit": where.commit,
+        "timestamp": where.timestamp,
+        "command": " ".join([COMMAND, *args.given]),
+    }
+    rows = []
+    for setting in settings:
+        measured = accuracies(model, setting, drawn, args.batch)
+        rows += [results.row(setting, task, "accuracy %", *found) | about for task, found in measured.items()]
+        training.print_to_stderr(f"{setting.name}: " + ", ".join(f"{r['task']} {r['value']:.2f} %" for r in rows[-2:]))
+    return rows
+
+
+def accuracies(model: Any, setting: Setting, drawn: dict[str, Sequences], batch: int) -> dict[str, tuple[float, int]]:
+    """(percent right, of how many tokens) of every task; the tasks' sequences are equally long and read together."""
+    from cute_kernels.eval.decoding import correct
+
+    make_cache = models.cache_maker(model, setting)
+    ids = torch.cat([sequences.ids for sequences in drawn.values()])
+    context = next(iter(drawn.values())).context
+    right = torch.cat([correct(model, make_cache, part, context, CHUNK) for part in ids.split(batch)])
+    counted = [sequences.counted[:, context:] for sequences in drawn.values()]
+    parts = right.split([len(mask) for mask in counted])
+    return {
+        task: (100 * part[mask].float().mean().item(), int(mask.sum()))
+        for task, part, mask in zip(drawn, parts, counted, strict=True)
+    }
+
+
+def write(rows: list[Row], folder: Path) -> list[Path]:
+    """Rows as CSV, JSON and a table, and the plot if matplotlib is there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"accuracy.{suffix}" for suffix in ("csv", "json", "md")]
+    with paths[0].open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    paths[1].write_text(json.dumps(rows, indent=1) + "\n")
+    paths[2].write_text(markdown(rows))
+    try:
+        from profiling.plots import accuracy as plot
+        from profiling.plots import style
+    except ImportError as error:
+        training.print_to_stderr(f"no plot: it needs matplotlib (extra profile): {error}")
+        return paths
+    with style.settings():
+        return paths + style.save(plot.figure(rows), folder / "plots", "accuracy")
+
+
+def markdown(rows: list[Row]) -> str:
+    """What was measured and where, and the table."""
+    row = rows[0]
+    return (
+        f"Accuracy in percent: a Llama-architecture model of {row['parameters'] / 1e6:.2g} million parameters, "
+        f"head dim {row['head_dim']}, trained {row['training_steps']} steps, {row['dtype']}, context {row['context']} "
+        f"tokens, window {row['window']}; {row['device']}, torch {row['torch']}, commit {row['commit'][:7]}.\n\n"
+        f"`{row['command']}`\n\n" + results.table(rows)
+    )
+
+
+def _folder(args: argparse.Namespace, where: Environment) -> Path:
+    """Only the whole recipe on a GPU is a result to keep."""
+    if args.given or where.device.type == "cpu":
+        return ROOT / "build" / "accuracy"
+    return ROOT / "profiling" / "results" / where.slug
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=COMMAND, description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    add = parser.add_argument
+    add("--quick", action="store_true", help="a smaller model and shorter sequences")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="of torch")
+    add("--seconds", type=float, default=90.0, help="of training at most")
+    add("--sequences", type=int, default=128, help="of each task to evaluate on")
+    add("--batch", type=int, default=256, help="sequences evaluated at a time")
+    add("--seed", type=int, default=0, help="of weights and sequences")
+    add("--save", type=Path, default=None, help="folder for the trained model")
+    add("--out", type=Path, default=None, help="folder for the rows (default: by device, or build/accuracy)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,110 @@
+"""Trains a small Llama-architecture model on recall and copying, from short sequences to long ones."""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from profiling.recipes.sequences import TASKS, draw, vocabulary
+
+SATISFIED = 0.95  # accuracy at which sequences get longer
+DONE = 0.998  # accuracy at full length, averaged, at which training ends
+WARM_UP = 100  # steps
+LONGER = 1.4
+
+
+@dataclass(frozen=True)
+class Size:
+    """pairs: N of the sequences evaluated. tokens: of a training batch. layers, hidden ...: the model's."""
+
+    pairs: int
+    symbols: int
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    tokens: int
+    steps: int
+    learning_rate: float = 1e-3
+
+
+FULL = Size(pairs=127, symbols=512, layers=4, hidden=256, heads=4, kv_heads=2, head_dim=64, intermediate=1024,
+            tokens=1 << 15, steps=8000)  # fmt: skip
+QUICK = Size(pairs=31, symbols=64, layers=2, hidden=64, heads=2, kv_heads=1, head_dim=32, intermediate=128,
+             tokens=1 << 12, steps=4000, learning_rate=3e-3)  # fmt: skip
+
+
+def build(size: Size, seed: int) -> Any:
+    """The model, with random weights, float32."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=vocabulary(size.symbols),
+            hidden_size=size.hidden,
+            intermediate_size=size.intermediate,
+            num_hidden_layers=size.layers,
+            num_attention_heads=size.heads,
+            num_key_value_heads=size.kv_heads,
+            head_dim=size.head_dim,
+            max_position_embeddings=4 * size.pairs + 2,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+    )
+
+
+def train(model: Any, size: Size, seed: int, seconds: float, say: Callable[[str], None]) -> dict[str, float]:
+    """Until the tasks are solved at full length, or size.steps or `seconds` are over. Returns what came of it."""
+    device = model.device
+    generator = torch.Generator(device).manual_seed(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=size.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARM_UP))
+    model.train()
+    rng = random.Random(seed)
+    pairs, average, start, step = min(4, size.pairs), 0.0, time.perf_counter(), 0
+    for step in range(1, size.steps + 1):
+        # Other lengths in between: what follows must be found by what is before it, not by how far away it is.
+        shown = pairs if step % 2 == 0 else rng.randint(1, pairs)
+        batch = max(2, size.tokens // (4 * shown + 2) // 2)
+        drawn = [draw(task, shown, size.symbols, batch, generator) for task in TASKS]
+        ids, counted = (torch.cat([getattr(d, name) for d in drawn]) for name in ("ids", "counted"))
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            hidden = model.model(ids[:, :-1]).last_hidden_state
+            logits = model.lm_head(hidden[counted[:, 1:]])
+        wanted = ids[:, 1:][counted[:, 1:]]
+        loss = torch.nn.functional.cross_entropy(logits.float(), wanted)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        if step % 10:
+            continue
+        right = (logits.argmax(-1) == wanted).float().mean().item()
+        average = 0.8 * average + 0.2 * right
+        over = time.perf_counter() - start > seconds
+        if step % 200 == 0 or over:
+            say(f"step {step}: {pairs} pairs, loss {loss.item():.4f}, right {average:.2%}")
+        if over or (pairs == size.pairs and average > DONE):
+            break
+        if average > SATISFIED and pairs < size.pairs:
+            pairs, average = min(size.pairs, math.ceil(pairs * LONGER)), 0.0
+    model.eval()
+    took = time.perf_counter() - start
+    say(f"trained {step} steps in {took:.0f} s: {pairs} of {size.pairs} pairs, right {average:.2%}")
+    return {"steps": step, "seconds": took, "pairs": pairs, "accuracy": average}
+
+
+def print_to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
