@@ -1,6 +1,6 @@
 """Trains a small Llama-architecture model on associative recall and copying, and measures what pruning its cache costs.
 
-    python -m profiling.recipes.associative_recall            # a GPU: about four million parameters, three minutes
+    python -m profiling.recipes.associative_recall            # a GPU: four million parameters, two minutes
     python -m profiling.recipes.associative_recall --quick    # a CPU: a model of 80 000, a few minutes
 
 Rows (accuracy in percent of the tokens that follow from the context) and the plot go to profiling/results/<device>/ as
