@@ -84,8 +84,16 @@ def test_grid():
     assert "magnitude+channel-magnitude-both-0.5" in names
     think = next(s for s in settings if s.name == "think-both-0.7")
     assert (think.rule_of("key"), think.rule_of("value")) == (("think", 0.7), ("thinv", 0.7))
-    assert Setting("random", "random", 0.5, 0.7).name == "random-k0.5-v0.7"
+    assert [s.name for s in grid(["random"], ["both", "values"], [(0.5, 0.7)])[1:]] == [
+        "random-k0.5-v0.7",
+        "random-values-0.7",
+    ]
+    assert command._parser().parse_args(["m", "--tasks", "recall", "--sparsity", "0.5,0.5:0.7"]).sparsity == [
+        0.5,
+        (0.5, 0.7),
+    ]
     assert grid(["magnitude", "random"], ["both", "keys"], [0.0]) == [DENSE]
+    assert [s.name for s in grid(["magnitude"], ["both"], [0.0, 0.5, 0.5])] == ["dense", "magnitude-both-0.5"]
 
 
 @pytest.mark.parametrize(
@@ -441,6 +449,7 @@ def test_wrong_arguments(folder, tmp_path, capsys):
         ((folder, "--tasks", "recall", "--parts", "all"), "'all'"),
         ((folder, "--tasks", "recall", "--sparsity", "1.5"), "below 1"),
         ((folder, "--tasks", "recall", "--cache", "sparse", "--rules", "random"), "'magnitude' alone"),
+        ((folder, "--tasks", "recall", "--cache", "sparse"), "pass --granularity 64"),
         ((folder, "--tasks", "perplexity", "--text", text), "fewer than one segment"),
         ((folder, "--tasks", "perplexity", "--text", text, "--context", "4", "--prefill", "4"), "--prefill"),
         ((folder, "--tasks", "needle", "--text", text), "needs a text"),
@@ -476,8 +485,8 @@ def test_the_sparse_cache_is_asked_for(model, monkeypatch):
     module = types.SimpleNamespace(SparseKVCache=SparseKVCache)
     monkeypatch.setitem(sys.modules, "cute_kernels.integrations", types.ModuleType("cute_kernels.integrations"))
     monkeypatch.setitem(sys.modules, "cute_kernels.integrations.transformers", module)
-    models.prepare(model, grid(["magnitude"], ["keys", "both"], [0.5], window=8), "sparse")
+    models.prepare(model, grid(["magnitude"], ["keys", "both"], [0.5], window=8, granularity=64), "sparse")
     assert made == [{"window": 8, "key_keep": 8, "value_keep": 16}, {"window": 8, "key_keep": 8, "value_keep": 8}]
     monkeypatch.setitem(sys.modules, "cute_kernels.integrations.transformers", None)
     with pytest.raises(models.Missing, match=r"needs cute_kernels\.integrations\.transformers"):
-        models.prepare(model, [grid(["magnitude"], ["both"], [0.5])[1]], "sparse")
+        models.prepare(model, [grid(["magnitude"], ["both"], [0.5], granularity=64)[1]], "sparse")

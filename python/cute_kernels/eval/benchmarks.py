@@ -180,7 +180,7 @@ def _config(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _rows(path: Path, fields: Sequence[str], limit: int | None) -> list[dict[str, Any]]:
-    rows = []
+    rows: list[dict[str, Any]] = []
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             if limit is not None and len(rows) == limit:

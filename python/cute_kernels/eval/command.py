@@ -176,6 +176,11 @@ def _task(text: str) -> str:
     return text
 
 
+def _shares(text: str) -> float | tuple[float, float]:
+    keys, colon, values = text.partition(":")
+    return (float(keys), float(values)) if colon else float(keys)
+
+
 def _count(text: str) -> int:
     value = int(text)
     if value < 1:
@@ -205,7 +210,13 @@ def _parser() -> argparse.ArgumentParser:
         help="of cute_kernels.rules; think: keys by ThinK, values by ThinV; KEYS+VALUES: one each",
     )
     pruning.add_argument("--parts", type=_list(str), default=["both"], metavar="LIST", help=f"of {', '.join(PARTS)}")
-    pruning.add_argument("--sparsity", type=_list(float), default=[0.5, 0.7], metavar="LIST", help="shares to drop")
+    pruning.add_argument(
+        "--sparsity",
+        type=_list(_shares),
+        default=[0.5, 0.7],
+        metavar="LIST",
+        help="shares to drop; KEYS:VALUES for different ones",
+    )
     pruning.add_argument("--window", type=int, default=WINDOW, help="newest tokens that stay dense")
     pruning.add_argument(
         "--granularity",

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 
 from cute_kernels import rules
+from cute_kernels._extension import _C
 from cute_kernels.eval.settings import Setting, kept_elements
 
 CACHES = ("pruned", "sparse")
+TILE_TOKENS: int = _C.format.TILE_TOKENS
 CacheMaker = Callable[[], Any]
 
 
@@ -84,6 +86,11 @@ def cache_maker(model: Any, setting: Setting, cache: str = "pruned") -> CacheMak
 def _sparse(model: Any, setting: Setting) -> CacheMaker:
     if setting.rule != "magnitude":
         raise ValueError(f"--cache sparse prunes by 'magnitude' alone, got {setting.rule!r}: take --cache pruned")
+    if setting.granularity != TILE_TOKENS:
+        raise ValueError(
+            f"--cache sparse prunes {TILE_TOKENS} tokens at a time: pass --granularity {TILE_TOKENS}, got "
+            f"{setting.granularity}"
+        )
     try:
         from cute_kernels.integrations.transformers import SparseKVCache
     except ImportError as error:

@@ -63,6 +63,7 @@ class PrunedLayer(DynamicLayer):
         end = max(0, self.get_seq_length() - self._setting.window) // self._together * self._together
         if end <= self._pruned or self._setting.part == "none":
             return
+        assert self.keys is not None and self.values is not None
         old = slice(self._pruned, end)
         made = {role: self._rule(role, old) for role in ("key", "value") if self._setting.rule_of(role)[1]}
         for role, rule in made.items():
@@ -83,6 +84,7 @@ class PrunedLayer(DynamicLayer):
                 f"rule {name!r} needs the model's queries, which this model's attention function does not hand over: "
                 "call cute_kernels.eval.pruned_cache.observe(model) first"
             )
+        assert self.keys is not None
         if name == "think":
             return rules.ThinK(self._queries)
         if needed == "q":

@@ -78,7 +78,7 @@ def kept_elements(head_dim: int, sparsity: float) -> int:
 def grid(
     rule_names: Sequence[str],
     parts: Sequence[str],
-    sparsities: Sequence[float],
+    sparsities: Sequence[float | tuple[float, float]],
     *,
     window: int = WINDOW,
     granularity: int = 1,
@@ -86,7 +86,8 @@ def grid(
     """Every combination, after the dense cache.
 
     rule_names: of `cute_kernels.rules`; "think" prunes keys by ThinK and values by ThinV; KEYS+VALUES names two rules.
-    parts: of "keys", "values" and "both". Raises ValueError for a name that is unknown.
+    parts: of "keys", "values" and "both". sparsities: each for keys and values alike, or (keys', values'). Raises
+    ValueError for a name that is unknown.
     """
     settings = [Setting(window=window, granularity=granularity)]
     for rule_name in rule_names:
@@ -97,6 +98,10 @@ def grid(
             if part not in PARTS:
                 raise ValueError(f"parts must be of {', '.join(PARTS)}, got {part!r}")
             for sparsity in sparsities:
-                keys, values = (sparsity * (part != "values"), sparsity * (part != "keys"))
+                keys, values = sparsity if isinstance(sparsity, tuple) else (sparsity, sparsity)
+                keys, values = keys * (part != "values"), values * (part != "keys")
                 settings.append(Setting(key_rule, value_rule, keys, values, window, granularity))
-    return list({setting.name: setting for setting in reversed(settings)}.values())[::-1]
+    unique: dict[str, Setting] = {}
+    for setting in settings:
+        unique.setdefault(setting.name, setting)
+    return list(unique.values())
