@@ -181,7 +181,7 @@ __global__ void __launch_bounds__(32 * kCombineWarps, kCombineCtas) combine_part
   RunningSum<Traits> sum;
   ptx::wait_for_primary();
   if (has_rows(segment.rows, lane, n)) {
-#pragma unroll 4
+#pragma unroll 2
     for (int cta = first + warp; cta <= last; cta += kCombineWarps) {
       int begin = max(segment.units.begin, line.cta_begin(cta)), end = min(shares_end, line.cta_begin(cta + 1));
       if (begin < end) sum.add(*partial_data<Traits>(params, cta_partial(line.segments(), cta, blockIdx.x)), item);

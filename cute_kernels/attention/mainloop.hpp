@@ -72,10 +72,11 @@ CUTE_DEVICE int attend(Params const& params, WorkLine<Traits::kN> const& line, U
 
     CUTE_NO_UNROLL
     for (; unit < min(first_tile, end); ++unit) {
-      attend_window<Traits>(params, segment, unit, worker.part, softmax, tCrP, tCrO);
+      attend_window<Traits>(params, line.segment_with(unit), unit, worker.part, softmax, tCrP, tCrO);
       for (int stage = 0; stage < 2; ++stage) pipeline.next(), pipeline.release();
     }
 
+    segment = line.segment_with(end - 1);  // again, rather than to hold on to it: the window needs the registers
     Queries<Traits>(params, segment).load(channel_order<Traits>(params.keys, segment), tCrQ);
     int seen_by_all = Visibility(params, segment).seen_by_all();
     CUTE_NO_UNROLL

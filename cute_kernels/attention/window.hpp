@@ -58,22 +58,19 @@ class WindowUnit {
                                    FragmentO& tCrO /* (MMA,own MMA_M,MMA_N) */) const {
     int row = threadIdx.x % 32 / 4, column = 2 * (threadIdx.x % 4);
     MMA_Atom<matmul::MmaOp<Element>> mma;
+    uint8_t const* channels = channel_order + 16 * part_ * Traits::kOwnChannelBlocks + row;
     CUTE_UNROLL
-    for (int m = 0; m < Traits::kOwnChannelBlocks; ++m) {
-      uint8_t const* channels = channel_order + 16 * (part_ * Traits::kOwnChannelBlocks + m) + row;
-      int channel[2] = {__ldg(channels), __ldg(channels + 8)};
-      ptx::compiler_fence();  // or all loads come first, and registers do not suffice
-      Tensor tCrA = make_tensor<Element>(Shape<Shape<_2, _2, _2>, Int<kBlocks>>{});  // (MMA,MMA_K)
+    for (int k = 0; k < kBlocks; ++k) {
+      ptx::compiler_fence();  // or more loads come first than registers suffice for
       CUTE_UNROLL
-      for (int k = 0; k < kBlocks; ++k) {
+      for (int m = 0; m < Traits::kOwnChannelBlocks; ++m) {
+        int channel[2] = {__ldg(channels + 16 * m), __ldg(channels + 16 * m + 8)};
+        Tensor tCrA = make_tensor<Element>(Shape<Shape<_2, _2, _2>>{});  // (MMA)
         CUTE_UNROLL
         for (int v = 0; v < 8; ++v)
-          tCrA(v, k) = at(values_, value_stride_, 16 * k + column + v % 2 + 8 * (v / 4), channel[v / 2 % 2]);
-      }
-      CUTE_UNROLL
-      for (int k = 0; k < kBlocks; ++k) {
+          tCrA(v) = at(values_, value_stride_, 16 * k + column + v % 2 + 8 * (v / 4), channel[v / 2 % 2]);
         CUTE_UNROLL
-        for (int n = 0; n < Traits::kRowBlocks; ++n) cute::gemm(mma, tCrA(_, k), tCrP(_, n, k), tCrO(_, m, n));
+        for (int n = 0; n < Traits::kRowBlocks; ++n) cute::gemm(mma, tCrA, tCrP(_, n, k), tCrO(_, m, n));
       }
     }
   }

@@ -3,10 +3,10 @@
     python -m profiling.recipes.associative_recall            # a GPU: four million parameters, two minutes
     python -m profiling.recipes.associative_recall --quick    # a CPU: a model of 80 000, a few minutes
 
-Rows (accuracy in percent of the tokens that follow from the context) and the plot go to profiling/results/<device>/ as
-accuracy.{csv,json,md} and plots/accuracy.{png,svg}; on a CPU or with arguments, to build/accuracy/. Every rule prunes
-keys, values or both: the context is prefilled, its tokens older than the window are pruned, and what follows is read 16
-tokens at a time. Needs the extras `eval` and `profile`.
+Rows (accuracy in percent of the tokens that follow from the context) and the plot go to
+profiling/results/<device>/accuracy/ as accuracy.{csv,json,md} and plots/accuracy.{png,svg}; on a CPU or with arguments,
+to build/accuracy/. Every rule prunes keys, values or both: the context is prefilled, its tokens older than the window
+are pruned, and what follows is read 16 tokens at a time. Needs the extras `eval` and `profile`.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def _folder(args: argparse.Namespace, where: Environment) -> Path:
     """Only the whole recipe on a GPU is a result to keep."""
     if args.given or where.device.type == "cpu":
         return ROOT / "build" / "accuracy"
-    return ROOT / "profiling" / "results" / where.slug
+    return ROOT / "profiling" / "results" / where.slug / "accuracy"
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -22,7 +22,6 @@ class WorkerPipeline {
         line_(line),
         shared_(shared),
         worker_(worker),
-        policy_(ptx::evict_first_policy()),
         piece_(piece) {
     look_up();
     for (int i = 0; i < params.stages.count - 1; ++i) fetch();
@@ -59,12 +58,10 @@ class WorkerPipeline {
   WorkLine<Traits::kN> const& line_;
   uint8_t* shared_;
   Worker<Traits> const& worker_;
-  uint64_t policy_;
   UnitRange piece_;
   int turn_ = 0;  // the stage to fetch next: keys and values of a unit in turn
   int fetch_stage_ = 0, read_stage_ = 0;
-  int rows_ = 0, tile_ = -1;  // lane i: of the i-th of 32 stages, so that no fetch waits for its offsets
-  int64_t first_row_ = 0;
+  int rows_ = 0, first_row_ = 0, tile_ = -1;  // lane i: of the i-th of 32 stages, so that no fetch waits for its offsets
 
   CUTE_DEVICE int after(int stage) const { return stage + 1 == params_.stages.count ? 0 : stage + 1; }
   CUTE_DEVICE Stage stage_at(int index) const {
@@ -79,18 +76,18 @@ class WorkerPipeline {
     if (source.tile < 0) return;
     format::SparseView const& view = source.view(params_);
     tile_ = static_cast<int>(source.tile);
-    first_row_ = view.first_row(source.tile);
+    first_row_ = static_cast<int>(view.first_row(source.tile));
     rows_ = view.rows(source.tile);
   }
 
   // Fills the next stage. Always commits a group, so that groups count stages.
   CUTE_DEVICE void fetch() {
     int slot = turn_ % 32, tile = __shfl_sync(~0u, tile_, slot), rows = __shfl_sync(~0u, rows_, slot);
-    int64_t first_row = __shfl_sync(~0u, first_row_, slot);
+    int first_row = __shfl_sync(~0u, first_row_, slot);
     if (tile >= 0) {
       Stage stage = stage_at(fetch_stage_);
       bool is_value = turn_ % 2;
-      fetch_block(stage.block, (is_value ? params_.values : params_.keys).blocks + first_row * format::kLanes, rows);
+      fetch_block(stage.block, (is_value ? params_.values : params_.keys).blocks + int64_t{first_row} * format::kLanes, rows);
       if (!is_value) fetch_order(stage.token_order, params_.keys, tile);
       if (is_value && params_.erases) fetch_order(stage.token_order, params_.values, tile);
       if (!is_value && params_.own_orders) fetch_order(stage.value_order, params_.values, tile);
@@ -107,14 +104,15 @@ class WorkerPipeline {
     auto const* from = reinterpret_cast<uint8_t const*>(rows_from) + thread * kCopyBytes;
     uint32_t to = cast_smem_ptr_to_uint(block) + thread * kCopyBytes;
     int bytes = rows * format::kRowBytes - thread * kCopyBytes;  // from this thread's first copy on
+    uint64_t policy = ptx::evict_first_policy();
     CUTE_NO_UNROLL
     for (; bytes > (kUnroll - 1) * kStep; bytes -= kUnroll * kStep, from += kUnroll * kStep, to += kUnroll * kStep) {
       CUTE_UNROLL
-      for (int i = 0; i < kUnroll; ++i) ptx::cp_async_16_hint(to + i * kStep, from + i * kStep, policy_);
+      for (int i = 0; i < kUnroll; ++i) ptx::cp_async_16_hint(to + i * kStep, from + i * kStep, policy);
     }
     CUTE_UNROLL
     for (int i = 0; i < kUnroll - 1; ++i)
-      if (bytes > i * kStep) ptx::cp_async_16_hint(to + i * kStep, from + i * kStep, policy_);
+      if (bytes > i * kStep) ptx::cp_async_16_hint(to + i * kStep, from + i * kStep, policy);
   }
 
   CUTE_DEVICE void fetch_order(uint8_t* order, format::SparseView const& view, int tile) {

@@ -5,14 +5,32 @@
 
 #include "cute_kernels/attention/mainloop.hpp"
 #include "cute_kernels/attention/sm90/load.hpp"
-#include "cute_kernels/matmul/sm90/roles.hpp"
 
 namespace cute_kernels::attention::sm90 {
 
-using matmul::sm90::kMaxThreads;
-using matmul::sm90::kWarpgroupThreads;
-using matmul::sm90::kWarpgroupWarps;
-using matmul::sm90::RegisterBudget;
+inline constexpr int kWarpgroupThreads = 128;
+inline constexpr int kWarpgroupWarps = 4;
+static_assert(kProducers == kWarpgroupWarps);
+
+// Registers of a thread, by how many warpgroups work beside the producers': what the compiler may use at launch, dealt
+// anew by setmaxnreg.
+template <int kWarpgroups>
+struct RegisterBudget;
+template <>
+struct RegisterBudget<2> {
+  static constexpr int kProducer = 56, kWorker = 224;
+};
+template <>
+struct RegisterBudget<3> {
+  static constexpr int kProducer = 56, kWorker = 152;
+};
+template <>
+struct RegisterBudget<4> {
+  static constexpr int kProducer = 64, kWorker = 104;
+};
+
+template <int kWarpgroups>
+inline constexpr int kMaxThreads = (kWarpgroups + 1) * kWarpgroupThreads;
 
 // By the registers that the compiler needs.
 template <class Traits>

@@ -13,8 +13,7 @@ struct Slot {
   uint32_t phase = 0;
   bool is_value = false;
   bool waits = false;      // for the stage before to arrive
-  int tile = 0, rows = 0;  // no rows: a unit of the window
-  int64_t first_row = 0;
+  int tile = 0, first_row = 0, rows = 0;  // no rows: a unit of the window
 
   // A producer's workers take turns.
   CUTE_DEVICE Slot(StageRing const& ring, WorkLine<N> const& line, int producer, int index) {
@@ -30,7 +29,7 @@ struct Slot {
     StageSource source(params, line.segment_with(unit), unit, is_value);
     if (source.tile < 0) return;
     tile = static_cast<int>(source.tile);
-    first_row = source.view(params).first_row(tile);
+    first_row = static_cast<int>(source.view(params).first_row(tile));
     rows = source.view(params).rows(tile);
   }
 };
@@ -70,7 +69,7 @@ CUTE_DEVICE void load_tiles(StageRing const& ring, WorkLine<N> const& line, int 
       }
       full.arrive_and_expect_tx(bytes + (own_order + value_order) * kOrderBytes);
       format::SparseView const& view = mine.is_value ? params.values : params.keys;
-      ptx::bulk_copy(stage.block, view.blocks + mine.first_row * format::kLanes, bytes, &full, policy);
+      ptx::bulk_copy(stage.block, view.blocks + int64_t{mine.first_row} * format::kLanes, bytes, &full, policy);
       int64_t order = int64_t{mine.tile} * kOrderBytes;
       if (own_order) ptx::bulk_copy(stage.token_order, view.token_order + order, kOrderBytes, &full, policy);
       if (value_order)
