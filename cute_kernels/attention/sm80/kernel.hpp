@@ -8,7 +8,7 @@ namespace cute_kernels::attention::sm80 {
 
 // As many as the register file of 65536 holds.
 template <class Traits>
-inline constexpr int kMaxWarps = Traits::kRegisters <= 100 ? 16 : Traits::kRegisters <= 140 ? 12 : 8;
+inline constexpr int kMaxWarps = Traits::kRegisters <= 100 ? 16 : Traits::kRegisters <= 130 ? 12 : 8;
 
 template <class Traits>
 struct Storage {
