@@ -8,12 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cute_kernels as ck
+from cute_kernels import _C, _pages
 from profiling.soak import SHAPES, Soak, run
 from profiling.soak_model import DenseCache, attention
 from tests.oracle import bits, prune, same_bits
 
-# head_dim 16 with 6 kept: 2 channels a class, so that no stream of a tile can exceed its slot.
-EXACT = {"head_dim": 16, "keep": 6}
+# Streams of 2 channels and 8 tokens: slots hold any tile, so that no value can be dropped.
+EXACT = {"head_dim": 16, "keep": 12}
 
 
 def make(device="cpu", **arguments) -> ck.KVCache:
@@ -39,6 +40,11 @@ def check(cache: ck.KVCache, row: int, k: torch.Tensor, v: torch.Tensor) -> None
 # ---- What it holds ---------------------------------------------------------------------------------------------------
 
 
+def test_slots_of_these_tests_hold_any_tile():
+    for role in ("key", "value"):
+        assert _pages.slot_rows(64, EXACT["keep"], role) - _C.format.bitmap_rows(64) >= 2 * 8
+
+
 @pytest.mark.parametrize("tokens", [0, 1, 63, 64, 95, 96, 97, 160, 300])
 @pytest.mark.parametrize("page_tokens", [64, 192])
 def test_prefill_prunes_all_but_the_window(device, rng, tokens, page_tokens):
@@ -55,7 +61,7 @@ def test_prefill_prunes_all_but_the_window(device, rng, tokens, page_tokens):
     window=st.sampled_from([0, 1, 32, 100]),
     page_tokens=st.sampled_from([64, 128]),
     dtype=st.sampled_from([torch.float16, torch.bfloat16]),
-    keeps=st.sampled_from([(6, 6), (1, 16), (None, None), (6, None)]),
+    keeps=st.sampled_from([(12, 12), (14, 16), (None, None), (12, None)]),
 )
 def test_portions_make_no_difference(data, window, page_tokens, dtype, keeps):
     torch.manual_seed(data.draw(st.integers(0, 2**31)))
@@ -125,7 +131,7 @@ def test_patterns_and_special_values(device, rng):
 @given(data=st.data(), page_tokens=st.sampled_from([64, 128, 256]))
 def test_crop_then_append(data, page_tokens):
     torch.manual_seed(data.draw(st.integers(0, 2**31)))
-    cache, model = make(page_tokens=page_tokens), DenseCache(4, 2, 16, torch.float16, (6, 6), 32)
+    cache, model = make(page_tokens=page_tokens), DenseCache(4, 2, 16, torch.float16, (12, 12), 32)
     for _ in range(data.draw(st.integers(1, 5))):
         n = data.draw(st.integers(1, 200))
         k, v = pair(2, 2, n, 16)

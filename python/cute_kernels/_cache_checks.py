@@ -123,7 +123,7 @@ def config(
 def _tile_bytes(padded: int, key_keep: int, value_keep: int) -> int:
     """Of one head's K and V: blocks, their numbers of rows, and the token order."""
     row_bytes: int = _C.format.ROW_BYTES
-    rows = _pages.slot_rows(padded, key_keep) + _pages.slot_rows(padded, value_keep)
+    rows = _pages.slot_rows(padded, key_keep, "key") + _pages.slot_rows(padded, value_keep, "value")
     return rows * row_bytes + 2 * torch.int32.itemsize + TILE
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels import _cache_checks, _checks, attention
-from cute_kernels._backends import resolve
+from cute_kernels._backends import check_name, resolve
 from cute_kernels._cache_attention import attend_reference
 from cute_kernels._cache_rows import CacheRows
 from cute_kernels._cache_storage import runs
@@ -240,7 +240,9 @@ class KVCache(CacheRows):
         _checks.flag(causal, "causal")
         _checks.flag(return_lse, "return_lse")
         if out is not None:
-            _checks.output(out, q.shape, q.dtype, self.device, (("q", q),))
+            _checks.output(out, q.shape, q.dtype, self.device)
+            _checks.apart(out, q=q)
+        check_name(backend)
         name = resolve(backend, self.device)
         if name == "reference":
             self._refresh("attend with backend 'reference'")
