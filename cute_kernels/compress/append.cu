@@ -5,8 +5,8 @@
 // step to step in shared memory.
 #include <algorithm>
 
-#include "cute_kernels/compress/balance_tile.hpp"
 #include "cute_kernels/compress/deal_head.hpp"
+#include "cute_kernels/compress/fit.hpp"
 #include "cute_kernels/compress/pages.hpp"
 #include "cute_kernels/compress/tile_kernel.hpp"
 #include "cute_kernels/compress/trim.hpp"
@@ -163,9 +163,11 @@ __device__ void store_oldest(AppendArguments const& a, uint8_t* memory, AppendSh
   __syncthreads();
   if (threadIdx.x < 32) {
     auto& storage = *reinterpret_cast<BalanceStorage<Shape::kWords, kCaches>*>(&key.s.dense);
+    auto& fits = *reinterpret_cast<FitStorage*>(&value.s.dense);
     TileMasks masks[] = {{&key.s.bits[0][0], key.s.channel}, {&value.s.bits[0][0], value.s.channel}};
-    int bound[] = {slot_value_rows(a.views[0]), slot_value_rows(a.views[1])}, longest[kCaches];
-    balance_tile<true>(storage, masks, bound, shared.token_order, longest, threadIdx.x);
+    Fit fit{fits, {slot_value_rows(a.views[0]), slot_value_rows(a.views[1])}};
+    int longest[kCaches];
+    balance_tile(storage, masks, fit, shared.token_order, longest, threadIdx.x);
     if (threadIdx.x == 0) shared.longest[0] = longest[0], shared.longest[1] = longest[1];
   }
   __syncthreads();

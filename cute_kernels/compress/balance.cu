@@ -20,14 +20,13 @@ __global__ void __launch_bounds__(32 * kWarps)
   int64_t masks = tile * kTileTokens * Words;
 
   TileMasks caches[Caches];
-  int longest[Caches], no_bound[Caches];
+  int longest[Caches];
 #pragma unroll
   for (int o = 0; o < Caches; ++o) {
     BalanceOperand const& operand = o ? second : first;
     caches[o] = {operand.masks + masks, operand.channel_order + channels};
-    no_bound[o] = INT32_MAX;
   }
-  balance_tile<false, Words, Caches>(s, caches, no_bound, token_order + tile * kTileTokens, longest, lane);
+  balance_tile(s, caches, NoFit{}, token_order + tile * kTileTokens, longest, lane);
 #pragma unroll
   for (int o = 0; o < Caches; ++o)
     if (lane == 0) (o ? second : first).longest[tile] = longest[o];

@@ -21,11 +21,15 @@ inline constexpr int kIndexBits =
 static_assert(kTokenGroups * kLaneGroup == 32 && kLaneGroup * kLaneTokens == kGroupTokens, "a lane holds two tokens");
 static_assert(kTokenGroups == kClasses, "a row of channels and the groups of tokens are split alike");
 
+// Of a lane's token.
+__device__ constexpr int position_of(int lane, int j) {
+  return lane / kLaneGroup + kTokenGroups * (kLaneTokens * (lane % kLaneGroup) + j);
+}
+
 // Words as of 8 classes: counts four a word, loads two a word.
 inline constexpr int kCountWords = kClasses / 4;
 inline constexpr int kLoadWords = kClasses / 2;
 inline constexpr int kRatioBase = 12;  // a multiple of every scale
-inline constexpr uint32_t kRatiosOfPlainLoads = 0xccccccccu;
 
 // A token on its way between groups.
 template <int Caches>
@@ -89,8 +93,7 @@ __device__ uint32_t scale_counts(uint32_t const (*rows)[Words], int lane,
                                  uint32_t (&scaled)[kLaneTokens][kCountWords]) {
   int count[kLaneTokens][kClasses], scale[kClasses], most = 0;
 #pragma unroll
-  for (int j = 0; j < kLaneTokens; ++j)  // the first order is that of the tokens
-    count_classes<Words>(rows[lane / kLaneGroup + kTokenGroups * (kLaneTokens * (lane % kLaneGroup) + j)], count[j]);
+  for (int j = 0; j < kLaneTokens; ++j) count_classes<Words>(rows[position_of(lane, j)], count[j]);
 #pragma unroll
   for (int c = 0; c < kClasses; c += 2) {
     uint32_t pair = count[0][c] + count[1][c] + ((count[0][c + 1] + count[1][c + 1]) << 16);
@@ -211,97 +214,6 @@ __device__ inline int longest_stream(uint32_t const* load, uint32_t ratios) {
   return static_cast<int>(__reduce_max_sync(kAllLanes, most) / kRatioBase);
 }
 
-// Counts and loads without their scales.
-template <int Caches>
-__device__ void remove_scales(Token<Caches> (&mine)[kLaneTokens], uint32_t (&load)[Caches * kLoadWords],
-                              uint32_t const (&ratios)[Caches]) {
-#pragma unroll
-  for (int i = 0; i < Caches * kCountWords; ++i) {
-    uint32_t count[kLaneTokens] = {}, loads[2] = {};
-#pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      uint32_t ratio = ratios[i / kCountWords] >> 4 * (4 * (i % kCountWords) + c) & 15;
-#pragma unroll
-      for (int j = 0; j < kLaneTokens; ++j)
-        count[j] |= (mine[j].count[i] >> 8 * c & 0xff) * ratio / kRatioBase << 8 * c;
-      loads[c / 2] |= (load[2 * i + c / 2] >> 16 * (c % 2) & 0xffff) * ratio / kRatioBase << 16 * (c % 2);
-    }
-#pragma unroll
-    for (int j = 0; j < kLaneTokens; ++j) mine[j].count[i] = count[j];
-    load[2 * i] = loads[0], load[2 * i + 1] = loads[1];
-  }
-}
-
-__device__ inline int count_of(uint32_t const* counts, int c) { return counts[c / 4] >> 8 * (c % 4) & 0xff; }
-__device__ inline int load_of(uint32_t const* loads, int c) { return loads[c / 2] >> 16 * (c % 2) & 0xffff; }
-
-// `fit_token_order` of format/token_order.hpp, without scales: every lane tries its own tokens y against each x.
-template <int Caches>
-__device__ void fit_order(Token<Caches> (&mine)[kLaneTokens], uint32_t (&load)[Caches * kLoadWords],
-                          int const (&bound)[Caches], int lane) {
-  constexpr int kCounts = Caches * kCountWords, kSwapBits = 9;  // of a swap: a member of group a, a position
-  int group = lane / kLaneGroup;
-#pragma unroll 1
-  for (int swaps = 0; swaps < kFitSwaps; ++swaps) {
-    int excess = 0;
-#pragma unroll
-    for (int c = 0; c < Caches * kClasses; ++c) excess = max(excess, load_of(load, c) - bound[c / kClasses]);
-    excess = __reduce_max_sync(kAllLanes, excess * kTokenGroups + kTokenGroups - 1 - group);
-    if (excess < kTokenGroups) return;
-    int a = kTokenGroups - 1 - excess % kTokenGroups;
-    uint32_t load_a[Caches * kLoadWords];
-#pragma unroll
-    for (int i = 0; i < Caches * kLoadWords; ++i) load_a[i] = __shfl_sync(kAllLanes, load[i], a * kLaneGroup);
-
-    int best = 0;
-#pragma unroll 1
-    for (int member = 0; member < kGroupTokens; ++member) {
-      uint32_t x[kCounts];
-#pragma unroll
-      for (int i = 0; i < kCounts; ++i)
-        x[i] = __shfl_sync(kAllLanes, member % kLaneTokens ? mine[1].count[i] : mine[0].count[i],
-                           a * kLaneGroup + member / kLaneTokens);
-#pragma unroll
-      for (int j = 0; j < kLaneTokens; ++j) {
-        int change = 0, position = group + kTokenGroups * (kLaneTokens * (lane % kLaneGroup) + j);
-#pragma unroll
-        for (int c = 0; c < Caches * kClasses; ++c) {
-          int d = count_of(mine[j].count, c) - count_of(x, c), most = bound[c / kClasses];
-          int of_a = load_of(load_a, c), of_b = load_of(load, c);
-          change += squared_excess(of_a + d, most) - squared_excess(of_a, most) + squared_excess(of_b - d, most) -
-                    squared_excess(of_b, most);
-        }
-        if (group != a) best = min(best, change * (1 << kSwapBits) + member * kTileTokens + position);
-      }
-    }
-    best = __reduce_min_sync(kAllLanes, best);
-    if (best >= 0) return;
-    int member_x = best >> kIndexBits & (kGroupTokens - 1), position_y = best & (kTileTokens - 1);
-    int b = position_y % kTokenGroups, member_y = position_y / kTokenGroups;
-    int lane_x = a * kLaneGroup + member_x / kLaneTokens, lane_y = b * kLaneGroup + member_y / kLaneTokens;
-    bool upper_x = member_x % kLaneTokens, upper_y = member_y % kLaneTokens;
-    Token<Caches> x, y;
-#pragma unroll
-    for (int i = 0; i < kCounts; ++i) {
-      x.count[i] = __shfl_sync(kAllLanes, upper_x ? mine[1].count[i] : mine[0].count[i], lane_x);
-      y.count[i] = __shfl_sync(kAllLanes, upper_y ? mine[1].count[i] : mine[0].count[i], lane_y);
-    }
-    x.norm = __shfl_sync(kAllLanes, upper_x ? mine[1].norm : mine[0].norm, lane_x);
-    y.norm = __shfl_sync(kAllLanes, upper_y ? mine[1].norm : mine[0].norm, lane_y);
-    if (group == a) add_counts<Caches>(load, y.count, x.count);
-    if (group == b) add_counts<Caches>(load, x.count, y.count);
-    auto replace = [](Token<Caches>& token, bool condition, Token<Caches> const& by) {  // without a branch
-#pragma unroll
-      for (int i = 0; i < kCounts; ++i) token.count[i] = condition ? by.count[i] : token.count[i];
-      token.norm = condition ? by.norm : token.norm;
-    };
-    replace(mine[0], lane == lane_x && !upper_x, y);
-    replace(mine[1], lane == lane_x && upper_x, y);
-    replace(mine[0], lane == lane_y && !upper_y, x);
-    replace(mine[1], lane == lane_y && upper_y, x);
-  }
-}
-
 template <int Words, int Caches>
 struct BalanceStorage {
   uint32_t rows[Caches][kTileTokens][Words];
@@ -313,11 +225,18 @@ struct TileMasks {
   uint8_t const* channel_order;
 };
 
-// A warp's work on a tile, or on a pair of tiles that share their token order. Where a stream is longer than its
-// cache's `bound`, kFit makes further swaps.
-template <bool kFit, int Words, int Caches>
-__device__ void balance_tile(BalanceStorage<Words, Caches>& s, TileMasks const (&caches)[Caches],
-                             int const (&bound)[Caches], uint8_t* token_order, int (&longest)[Caches], int lane) {
+// Streams may be of any length.
+struct NoFit {
+  template <int Caches>
+  __device__ void operator()(Token<Caches> (&)[kLaneTokens], uint32_t const*, uint32_t const*, int (&)[Caches],
+                             int) const {}
+};
+
+// A warp's work on a tile, or on a pair of tiles that share their token order. fit(mine, load, ratios, longest, lane)
+// may change the order and the longest streams.
+template <int Words, int Caches, class Fit>
+__device__ void balance_tile(BalanceStorage<Words, Caches>& s, TileMasks const (&caches)[Caches], Fit const& fit,
+                             uint8_t* token_order, int (&longest)[Caches], int lane) {
   Token<Caches> mine[kLaneTokens];
   uint32_t ratios[Caches];
 #pragma unroll
@@ -341,8 +260,8 @@ __device__ void balance_tile(BalanceStorage<Words, Caches>& s, TileMasks const (
     uint32_t norm = 0;
 #pragma unroll
     for (int i = 0; i < Caches * kCountWords; ++i) norm = __dp4a(mine[j].count[i], mine[j].count[i], norm);
-    int token = lane / kLaneGroup + kTokenGroups * (kLaneTokens * (lane % kLaneGroup) + j);
-    mine[j].norm = static_cast<int>(norm << kIndexBits) | token;
+    mine[j].norm =
+        static_cast<int>(norm << kIndexBits) | position_of(lane, j);  // the first order is that of the tokens
   }
   uint32_t load[Caches * kLoadWords];
 #pragma unroll
@@ -360,24 +279,14 @@ __device__ void balance_tile(BalanceStorage<Words, Caches>& s, TileMasks const (
 
 #pragma unroll
   for (int o = 0; o < Caches; ++o) longest[o] = longest_stream(load + o * kLoadWords, ratios[o]);
-  if constexpr (kFit) {
-    bool too_long = false;
-#pragma unroll
-    for (int o = 0; o < Caches; ++o) too_long |= longest[o] > bound[o];
-    if (too_long) {
-      remove_scales<Caches>(mine, load, ratios);
-      fit_order<Caches>(mine, load, bound, lane);
-#pragma unroll
-      for (int o = 0; o < Caches; ++o) longest[o] = longest_stream(load + o * kLoadWords, kRatiosOfPlainLoads);
-    }
-  }
+  fit(mine, load, ratios, longest, lane);
 
 #pragma unroll
   for (int o = 0; o < Caches; ++o)
 #pragma unroll
     for (int j = 0; j < kLaneTokens; ++j) {
       int token = mine[j].norm & (kTileTokens - 1);
-      int position = lane / kLaneGroup + kTokenGroups * (kLaneTokens * (lane % kLaneGroup) + j);
+      int position = position_of(lane, j);
       if (o == 0) token_order[position] = static_cast<uint8_t>(token);
 #pragma unroll
       for (int w = 0; w < Words; w += 2)

@@ -1,8 +1,8 @@
 // Bulk compression into a pool: select, deal, balance, pack, in parts of the tokens.
 #include <algorithm>
 
-#include "cute_kernels/compress/balance_tile.hpp"
 #include "cute_kernels/compress/destination.hpp"
+#include "cute_kernels/compress/fit.hpp"
 #include "cute_kernels/compress/pages.hpp"
 #include "cute_kernels/compress/tile_kernel.hpp"
 #include "cute_kernels/compress/trim.hpp"
@@ -18,6 +18,7 @@ __global__ void __launch_bounds__(32 * kWarps)
     balance_slots_kernel(BalanceOperand keys, BalanceOperand values, int2 bounds, unsigned tiles,
                          unsigned tiles_per_head, Destination to, uint8_t* token_order, int32_t* error) {
   __shared__ __align__(16) BalanceStorage<Words, 2> storage[kWarps];
+  __shared__ FitStorage fits[kWarps];
   int lane = threadIdx.x % 32;
   unsigned tile = blockIdx.x * kWarps + threadIdx.x / 32, head = tile / tiles_per_head;
   if (tile >= tiles) return;
@@ -29,8 +30,9 @@ __global__ void __launch_bounds__(32 * kWarps)
   int64_t masks = int64_t{tile} * kTileTokens * Words, channels = to.head(head) * 32 * Words;
   TileMasks caches[] = {{keys.masks + masks, keys.channel_order + channels},
                         {values.masks + masks, values.channel_order + channels}};
-  int bound[] = {bounds.x, bounds.y}, longest[2];
-  balance_tile<true>(storage[threadIdx.x / 32], caches, bound, token_order + slot * kTileTokens, longest, lane);
+  Fit fit{fits[threadIdx.x / 32], {bounds.x, bounds.y}};
+  int longest[2];
+  balance_tile(storage[threadIdx.x / 32], caches, fit, token_order + slot * kTileTokens, longest, lane);
   if (lane == 0) keys.longest[tile] = longest[0], values.longest[tile] = longest[1];
 }
 

@@ -6,8 +6,8 @@
 
 namespace cute_kernels::compress {
 
-// Takes, of every stream longer than `most`, the values of least magnitude off, of equal ones the later. Rare: one
-// thread a stream, which walks along its elements again for every bit of the greatest magnitude that goes.
+// Takes, of every stream longer than `most`, the values of least magnitude off, of equal ones the later. A thread a
+// stream, which walks along its elements again for every bit of the greatest magnitude that goes.
 struct Trim {
   int longest, most;  // streams of the tile
   uint32_t nan_key;
@@ -46,8 +46,8 @@ struct Trim {
     };
     auto count_below = [&](uint32_t limit) {
       int n = 0;
-#pragma unroll 1
-      for (int e = stream; e < kElements; e += kStreams) n += present(e) && key(e) < limit;
+#pragma unroll 8
+      for (int e = stream; e < kElements; e += kStreams) n += present(e) & (key(e) < limit ? 1u : 0u);  // no branch
       return n;
     };
     int excess = count_below(~0u) - most;

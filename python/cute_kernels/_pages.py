@@ -128,15 +128,15 @@ class Pool(_Tensors):
             value_keep=value_keep,
         )
 
-    @property
+    @cached_property
     def device(self) -> torch.device:
         return self.page_table.device
 
-    @property
+    @cached_property
     def sequences(self) -> int:
         return self.page_table.shape[0]
 
-    @property
+    @cached_property
     def kv_heads(self) -> int:
         return self.key_channels.shape[1]
 
@@ -285,14 +285,20 @@ def append(pool: Pool, windows: Windows, lengths: Tensor, k: Tensor, v: Tensor, 
 
     Raises TypeError or ValueError for a wrong class, dtype, shape, stride or device.
     """
-    rows = _check_rows(pool, k, v, sequences)
-    tokens = k.shape[2]
-    if tokens > MAX_APPEND:
+    _check_rows(pool, k, v, sequences)
+    if k.shape[2] > MAX_APPEND:
         raise ValueError(f"k and v must have at most {MAX_APPEND} tokens a call, got shape {tuple(k.shape)}")
     _check_index(lengths, "lengths", pool.sequences, pool.device)
-    if not k.numel():
+    append_unchecked(pool, windows, lengths, k.resolve_neg(), v.resolve_neg(), sequences)
+
+
+def append_unchecked(
+    pool: Pool, windows: Windows, lengths: Tensor, k: Tensor, v: Tensor, sequences: Tensor | None = None
+) -> None:
+    """`append` for a caller that has checked what it passes, k and v without pending negations."""
+    rows, _, tokens, _ = k.shape
+    if not rows or not tokens:
         return
-    k, v = k.resolve_neg(), v.resolve_neg()
     if pool.device.type == "cpu":
         indices = range(rows) if sequences is None else sequences.tolist()
         for row, sequence in enumerate(indices):
@@ -379,14 +385,12 @@ def _check_rows(pool: Pool, k: Any, v: Any, sequences: Any) -> int:
         _checks.tensor(x, name)
         _checks.dtype(x, name, (pool.dtype,), " like the pool")
         _checks.device(x, name, pool.device, "the pool")
-        shape = x.shape
-        if len(shape) != 4 or shape[1] != pool.kv_heads or shape[3] != pool.head_dim:
-            raise ValueError(
-                f"{name} must have shape (n, {pool.kv_heads}, tokens, {pool.head_dim}), got {tuple(shape)}"
-            )
         _checks.unit_stride(x, name)
-    if v.shape != k.shape:
-        raise ValueError(f"v must have the shape of k, {tuple(k.shape)}, got {tuple(v.shape)}")
+    shape = k.shape
+    if len(shape) != 4 or shape[1] != pool.kv_heads or shape[3] != pool.head_dim:
+        raise ValueError(f"k must have shape (n, {pool.kv_heads}, tokens, {pool.head_dim}), got {tuple(shape)}")
+    if v.shape != shape:
+        raise ValueError(f"v must have the shape of k, {tuple(shape)}, got {tuple(v.shape)}")
     rows: int = k.shape[0]
     if sequences is not None:
         _check_index(sequences, "sequences", rows, pool.device)
@@ -399,5 +403,5 @@ def _check_index(value: Any, name: str, size: int, device: torch.device) -> None
     _checks.tensor(value, name)
     _checks.dtype(value, name, (torch.int32,))
     _checks.device(value, name, device, "the pool")
-    if tuple(value.shape) != (size,) or not value.is_contiguous():
+    if value.shape != (size,) or not value.is_contiguous():
         raise ValueError(f"{name} must be contiguous, of shape ({size},), got {tuple(value.shape)}")
