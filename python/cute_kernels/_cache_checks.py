@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -80,8 +80,7 @@ def config(
     page = at_least(page_tokens, "page_tokens", TILE)
     if page % TILE:
         raise ValueError(f"page_tokens must be a multiple of {TILE}, got {page}")
-    # A sequence's compressed tokens stop where the window alone holds the rest of its capacity.
-    pages_per_sequence = max(1, -(-(max(0, most - recent) // TILE * TILE) // page))
+    pages_per_sequence = _pages_per_sequence(most, recent, page)
     page_bytes = heads * (page // TILE) * _tile_bytes(padded, kept_k, kept_v)
     if pool_tokens is not None and pool_bytes is not None:
         raise ValueError(
@@ -94,10 +93,7 @@ def config(
         argument, pages = "pool_tokens", -(-at_least(pool_tokens, "pool_tokens", 1) // page)
     else:
         argument, pages = "max_batch or capacity", batch * pages_per_sequence
-    if max(pages, batch * pages_per_sequence) * heads * (page // TILE) > _MAX_TILES:
-        raise ValueError(
-            f"max_batch, kv_heads, capacity and {argument} together must not ask for more than {_MAX_TILES} tiles"
-        )
+    _check_tiles(max(pages, batch * pages_per_sequence) * heads * (page // TILE), argument)
     target = _checks.kernel_device(device)
     if target.type == "cuda" and target.index is None:
         target = torch.device("cuda", torch.cuda.current_device())
@@ -118,6 +114,28 @@ def config(
         pages_per_sequence=pages_per_sequence,
         pool_argument=argument,
     )
+
+
+def grown(made_for: CacheConfig, capacity: Any, max_batch: Any) -> CacheConfig:
+    """The same with more capacity or rows, and at least enough pages for them."""
+    most = made_for.capacity if capacity is None else at_least(capacity, "capacity", made_for.capacity)
+    batch = made_for.max_batch if max_batch is None else at_least(max_batch, "max_batch", made_for.max_batch)
+    pages_per_sequence = _pages_per_sequence(most, made_for.window, made_for.page_tokens)
+    pages = max(made_for.pages, batch * pages_per_sequence)
+    _check_tiles(pages * made_for.kv_heads * (made_for.page_tokens // TILE), made_for.pool_argument)
+    return replace(made_for, capacity=most, max_batch=batch, pages_per_sequence=pages_per_sequence, pages=pages)
+
+
+def _pages_per_sequence(capacity: int, window: int, page_tokens: int) -> int:
+    # A sequence's compressed tokens stop where the window alone holds the rest of its capacity.
+    return max(1, -(-(max(0, capacity - window) // TILE * TILE) // page_tokens))
+
+
+def _check_tiles(tiles: int, argument: str) -> None:
+    if tiles > _MAX_TILES:
+        raise ValueError(
+            f"max_batch, kv_heads, capacity and {argument} together must not ask for more than {_MAX_TILES} tiles"
+        )
 
 
 def _tile_bytes(padded: int, key_keep: int, value_keep: int) -> int:

@@ -23,6 +23,14 @@ class CacheRows:
         self._captured = False  # an append is in a graph: lengths here may be behind those on the device
 
     @property
+    def max_batch(self) -> int:
+        return self._config.max_batch
+
+    @property
+    def capacity(self) -> int:
+        return self._config.capacity
+
+    @property
     def batch(self) -> int:
         """Rows up to the last one in use."""
         return self._table.batch
@@ -43,6 +51,24 @@ class CacheRows:
         self._refresh("reserve")
         rows = [i for i, row in enumerate(self._table.rows) if row.used]
         self._storage.apply(self._table.provide(rows, [more] * len(rows), private=True))
+
+    @torch.no_grad()
+    def grow(self, *, capacity: int | None = None, max_batch: int | None = None) -> None:
+        """Gives every sequence room for `capacity` tokens and the cache rows for `max_batch` sequences (None: as many
+        as before), and the pool at least the pages for all of that.
+
+        What is cached stays; it is copied into new memory. Raises TypeError or ValueError for a wrong number or one
+        below the present one, RuntimeError once an append was captured in a CUDA graph, which would go on with the old
+        memory.
+        """
+        self._outside_capture("grow")
+        if self._captured:
+            raise RuntimeError("grow takes new memory, but an append of this cache was captured in a CUDA graph")
+        made_for = _cache_checks.grown(self._config, capacity, max_batch)
+        with torch.inference_mode(False):
+            self._storage.grow(made_for)
+        self._table.grow(made_for.max_batch, made_for.capacity, made_for.pages)
+        self._config = made_for
 
     @torch.no_grad()
     def crop(self, length: int | Sequence[int] | Tensor, *, sequences: Sequence[int] | Tensor | None = None) -> None:

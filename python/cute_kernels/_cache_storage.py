@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -47,6 +47,10 @@ def runs(rows: Sequence[int], states: Sequence[Row], tokens: Sequence[int]) -> I
             begin = i
 
 
+def _copy_into(larger: Tensor, smaller: Tensor) -> None:
+    larger[tuple(slice(size) for size in smaller.shape)].copy_(smaller)
+
+
 class CacheStorage:
     """pool, windows: see _pages. lengths: (sequences,) int32, compressed tokens of every sequence."""
 
@@ -70,6 +74,17 @@ class CacheStorage:
         self._numbers = torch.arange(sequences, dtype=torch.int32, device=device)
         self._remembered: OrderedDict[tuple[int, ...], Tensor] = OrderedDict()
         self._kept: list[Tensor] = []  # what captured graphs point to
+
+    def grow(self, made_for: CacheConfig) -> None:
+        """More rows, more pages behind those there are, more places in the page table."""
+        old, new = self, CacheStorage(made_for)
+        for name in ("pool", "windows"):
+            for field in fields(getattr(new, name)):
+                to, of = (getattr(getattr(storage, name), field.name) for storage in (new, old))
+                if isinstance(to, Tensor):
+                    _copy_into(to, of)
+        _copy_into(new.lengths, old.lengths)
+        self.pool, self.windows, self.lengths, self._numbers = new.pool, new.windows, new.lengths, new._numbers
 
     @property
     def nbytes(self) -> int:

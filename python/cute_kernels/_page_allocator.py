@@ -53,6 +53,11 @@ class PageAllocator:
             if self._references[page] == 0:
                 self._free.append(page)
 
+    def add(self, count: int) -> None:
+        """So many more pages, free, with the next numbers."""
+        self._free = list(range(self.pages + count - 1, self.pages - 1, -1)) + self._free
+        self._references += [0] * count
+
     def check(self, holders: Iterable[Iterable[int]]) -> None:
         """AssertionError unless `holders`, the pages of every sequence, are what the counts say; for tests."""
         counts = [0] * self.pages

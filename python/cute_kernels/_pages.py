@@ -48,6 +48,10 @@ def slot_rows(padded_head_dim: int, keep: int, role: str) -> int:
 class _Tensors:
     """What owns tensors."""
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies, which have views of their own."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
+
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""

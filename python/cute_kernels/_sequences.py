@@ -63,6 +63,12 @@ class SequenceTable:
         self.page_tokens, self.recent, self.capacity = page_tokens, recent, capacity
         self._pool_argument = pool_argument  # what the caller would have to raise
 
+    def grow(self, max_batch: int, capacity: int, pages: int) -> None:
+        """More of each, or as many."""
+        self.rows += [Row() for _ in range(max_batch - len(self.rows))]
+        self.allocator.add(pages - self.allocator.pages)
+        self.capacity = capacity
+
     @property
     def batch(self) -> int:
         """Rows up to the last that is in use."""

@@ -17,7 +17,7 @@ from cute_kernels._sequences import TILE
 
 
 class KVCache(CacheRows):
-    """The K and V cache of one layer for up to `max_batch` sequences; memory is taken once, here.
+    """The K and V cache of one layer for up to `max_batch` sequences; memory is taken here, and by `grow`.
 
         cache = ck.KVCache(max_batch=8, kv_heads=8, head_dim=128, capacity=16384, sparsity=0.7)
         cache.prefill(k, v)                  # (B, Hkv, T, D)
@@ -100,9 +100,9 @@ class KVCache(CacheRows):
             device=device,
         )
         super().__init__(config)
-        self.max_batch, self.kv_heads, self.head_dim = config.max_batch, config.kv_heads, config.head_dim
+        self.kv_heads, self.head_dim = config.kv_heads, config.head_dim
         self.dtype, self.device = config.dtype, config.device
-        self.capacity, self.window, self.page_tokens = config.capacity, config.window, config.page_tokens
+        self.window, self.page_tokens = config.window, config.page_tokens
         self.key_keep, self.value_keep = config.key_keep, config.value_keep
 
     # ---- What it holds -----------------------------------------------------------------------------------------------
