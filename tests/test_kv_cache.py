@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 import cute_kernels as ck
 from cute_kernels import _C, _pages
-from profiling.soak import SHAPES, Soak, run
+from profiling.soak import run
+from profiling.soak_driver import SHAPES, Soak
 from profiling.soak_model import DenseCache, attention
 from tests.oracle import bits, prune, same_bits
 

@@ -56,6 +56,10 @@ def capture(cache: ck.KVCache, steps: int, queries: int = 1, backend: str | None
     rows = len(sequences) if sequences else cache.batch
     k, v = pair(rows, 2, steps, cache.head_dim, device="cuda")
     q = pair(rows, 6, queries, cache.head_dim, device="cuda")[0]
+    other = make("cuda", head_dim=cache.head_dim, keep=cache.key_keep)  # loads kernels, which a capture may not
+    other.append(k[:, :, :64], v[:, :, :64])
+    if backend:
+        other.attend(q, backend=backend)
     graph, out = torch.cuda.CUDAGraph(), None
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
