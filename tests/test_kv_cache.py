@@ -273,6 +273,24 @@ def test_attend_into_out(backend, rng):
     assert same_bits(out, cache.attend(q, backend=backend.name))
 
 
+def test_modes_of_autograd_make_no_difference(rng):
+    """A cache made in inference mode serves outside of it, and nothing that it gives has a gradient."""
+    with torch.inference_mode():
+        cache = make()
+        cache.prefill(*pair(2, 2, 200, 16))
+    k, v = (x.requires_grad_() for x in pair(2, 2, 30, 16))
+    cache.append(k, v)
+    cache.crop(150)
+    cache.reorder([1, 0])
+    q = pair(2, 4, 1, 16)[0].requires_grad_()
+    out = cache.attend(q)
+    assert not out.requires_grad and not cache.dense(0)[0].requires_grad
+    with torch.inference_mode():
+        cache.append(k.detach(), v.detach())
+        assert same_bits(cache.attend(q, backend="reference"), cache.attend(q.detach(), backend="reference"))
+    assert cache.lengths.tolist() == [180, 180]
+
+
 def test_one_sequence_never_reaches_another(backend, rng):
     """NaN in one row, in pages and windows that it leaves behind, and in padding."""
 
