@@ -268,6 +268,14 @@ def test_store_without_pages(device, rng):
     _pages.store(pool, k[:1], k[:1], index(0, device=device), index(3, device=device))  # beyond the table
     assert int(pool.error) == 1
     assert not _pages.load(pool, 0, 0, 3)[0].any()
+    for call in (
+        lambda: _pages.store(pool, k[:1], k[:1], index(3, device=device), index(0, device=device), True),
+        lambda: _pages.append(pool, windows, lengths, k[:1, :, :64], k[:1, :, :64], index(3, device=device)),
+    ):
+        windows, lengths = _pages.Windows.allocate(pool, 0), index(0, 0, 0, device=device)
+        pool.error.zero_()
+        call()  # no such sequence
+        assert int(pool.error) == 1 and not lengths.any() and not windows.lengths.any()
 
 
 # ---- Append ----------------------------------------------------------------------------------------------------------

@@ -195,6 +195,10 @@ __global__ void __launch_bounds__(AppendShape<HeadDim>::kThreads) append_kernel(
   uint4 vector = i < count ? load(i) : uint4{};
   int sequence = a.sequences ? a.sequences[blockIdx.x / kv_heads] : blockIdx.x / kv_heads;
   if (sequence < 0) return;
+  if (sequence >= a.views[0].batch) {
+    if (threadIdx.x == 0) *a.error = 1;
+    return;
+  }
   Step step(a, sequence, kv_head);
   bool fits = step.fits(a.windows);
   int64_t head = int64_t{sequence} * kv_heads + kv_head, window = head * a.windows.room * x.head_dim;

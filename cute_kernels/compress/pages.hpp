@@ -23,8 +23,9 @@ struct Windows {
   int room, recent;   // tokens: at most, at least
 };
 
-// k, v: new tokens, at most 64 a row; row i is sequence sequences[i], or i if that is null. lengths (sequences):
-// compressed tokens. One kernel.
+// k, v: new tokens, at most 64 a row; row i is sequence sequences[i], or i if that is null; a row of a negative one is
+// left out. lengths (sequences): compressed tokens. One kernel, which leaves a sequence as it was and sets the pool's
+// error where the window has no room or the tile that is due no page.
 void append(Pool const& pool, Windows const& windows, int32_t* lengths, DenseView const& k, DenseView const& v,
             int32_t const* sequences, cudaStream_t stream);
 

@@ -248,7 +248,7 @@ def store(
     new_order: whether the sequences' channel orders are chosen anew from these tokens; None: of those rows whose first
         tile is 0.
 
-    Tiles without a page are left out, and `pool.error` is set. Whoever reads the sequences' lengths sets them.
+    Tiles without a page are left out, and `pool.error` is set. The sequences' lengths are the caller's to set.
 
     Raises TypeError or ValueError for a wrong class, dtype, shape, stride or device.
     """
@@ -284,8 +284,8 @@ def append(pool: Pool, windows: Windows, lengths: Tensor, k: Tensor, v: Tensor, 
     sequences: int32 (n,), row i belongs to sequence sequences[i], none twice; a row of a negative one is left out.
         None: row i belongs to sequence i.
 
-    Where the window has no room, or the tile no page, nothing of that sequence changes and `pool.error` is set. One
-    kernel on a GPU, which a CUDA graph can capture.
+    Where the window has no room, or the tile no page, nothing of that sequence changes and `pool.error` is set, as it is
+    for a sequence that the pool does not have. One kernel on a GPU, which a CUDA graph can capture.
 
     Raises TypeError or ValueError for a wrong class, dtype, shape, stride or device.
     """
@@ -306,7 +306,9 @@ def append_unchecked(
     if pool.device.type == "cpu":
         indices = range(rows) if sequences is None else sequences.tolist()
         for row, sequence in enumerate(indices):
-            if sequence >= 0:
+            if sequence >= pool.sequences:
+                pool.error.fill_(1)
+            elif sequence >= 0:
                 _append_to_one(pool, windows, lengths, k[row], v[row], sequence)
         return
     kernels = compression_kernels(pool.device)
