@@ -6,6 +6,30 @@
 #include "cute_kernels/common/error.hpp"
 
 namespace cute_kernels::dispatch {
+namespace {
+
+__global__ void fill_multiprocessor() {}
+
+// Clusters of CTAs that take an SM each: how many run at a time.
+int max_clusters(DeviceLimits const& device, unsigned ctas) {
+  check_cuda(
+      cudaFuncSetAttribute(fill_multiprocessor, cudaFuncAttributeMaxDynamicSharedMemorySize, device.shared_bytes),
+      "cudaFuncSetAttribute");
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {ctas, 1, 1};
+  cudaLaunchConfig_t launch{};
+  launch.gridDim = dim3(ctas);
+  launch.blockDim = dim3(32);
+  launch.dynamicSmemBytes = device.shared_bytes;
+  launch.attrs = &attribute;
+  launch.numAttrs = 1;
+  int clusters = 0;
+  check_cuda(cudaOccupancyMaxActiveClusters(&clusters, fill_multiprocessor, &launch), "cudaOccupancyMaxActiveClusters");
+  return clusters;
+}
+
+}  // namespace
 
 bool has_backend(std::string const& backend) {
   return (backend == "sm80" && CUTE_KERNELS_HAVE_SM80) || (backend == "sm90" && CUTE_KERNELS_HAVE_SM90A);
@@ -32,6 +56,8 @@ DeviceLimits current_device() {
     // The combine waits for the product kernel only in code for 9.0: PTX for 8.0 that a driver compiles must not
     // overlap it.
     limits.programmatic_launch = CUTE_KERNELS_HAVE_SM90A && limits.major == 9 && limits.minor == 0;
+    if (!limits.programmatic_launch) return;
+    limits.max_pairs = max_clusters(limits, 2), limits.max_quads = max_clusters(limits, 4);
   });
   return known[device];
 }

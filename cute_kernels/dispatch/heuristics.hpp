@@ -4,6 +4,10 @@
 // So: as many warps as registers and shared memory allow with the fewest stages, then as many stages as still fit. An
 // SM has four schedulers, so warps come in fours: one more than that is slower than four fewer (measured, 64 of 128
 // kept: 11 warps 52.1 us, 8 warps 48.2 us; 38 kept: 15 warps 46.8 us, 12 warps 43.6 us).
+//
+// In a ring that all workers share, stages beyond one a worker are tiles under way. They must cover the latency of
+// memory; more of them only make all arrive later (measured, 38 kept: sparse_qk 35.2 us with 32 stages for 16 workers,
+// 34.9 with 24).
 #pragma once
 
 #include <algorithm>
@@ -16,11 +20,18 @@ namespace cute_kernels::dispatch {
 
 inline constexpr int kSchedulers = 4;  // of an SM, each issuing for a quarter of its warps
 
+// Of a shared ring, beyond a stage a worker: workers are left out for so many bytes and, to have more producers, stages
+// for no fewer than the minimum; more than the maximum are not used.
+inline constexpr int kBytesAhead = 32 << 10, kMinStagesAhead = 2, kMaxStagesAhead = 8;
+inline constexpr int kMaxProducers = 4;
+
 struct DeviceLimits {
   int multiprocessors;
   int shared_bytes;          // a CTA may have, opt-in
   int major, minor;          // compute capability
   bool programmatic_launch;  // by the device and by the code built for it
+  int max_pairs = 0;         // clusters of two CTAs, one an SM, that run at a time
+  int max_quads = 0;         // of four
 };
 
 struct Plan {
@@ -46,13 +57,44 @@ inline Plan choose_plan(DeviceLimits const& device, matmul::KernelLimits const& 
     int unit = kSchedulers / kernel.worker_warps;
     return workers > unit ? workers - workers % unit : workers;
   };
-  plan.config.workers = in_fours(std::min(kernel.max_workers, fit / kernel.min_stages));
-  plan.stages.count = std::min(kernel.max_stages, fit / plan.config.workers);
+  if (kernel.one_ring) {
+    int ahead = std::clamp((kBytesAhead + plan.stages.stage_bytes - 1) / plan.stages.stage_bytes, 1, kMaxStagesAhead);
+    plan.config.workers = in_fours(std::clamp(fit - ahead, 1, kernel.max_workers));
+  } else {
+    plan.config.workers = in_fours(std::min(kernel.max_workers, fit / kernel.min_stages));
+    plan.stages.count = std::min(kernel.max_stages, fit / plan.config.workers);
+  }
   // Thin work is spread over SMs first. No piece is empty: combine.hpp relies on it.
   plan.config.ctas = static_cast<int>(std::min<int64_t>(device.multiprocessors, tiles));
   plan.config.workers = static_cast<int>(std::min<int64_t>(plan.config.workers, tiles / plan.config.ctas));
+  if (kernel.one_ring) {
+    int workers = plan.config.workers, stages = std::min({kernel.max_stages, fit, workers + kMaxStagesAhead});
+    auto usable = [&](int producers) { return stages - stages % producers; };  // they divide workers and stages
+    int& producers = plan.config.producers = kMaxProducers;
+    while (producers > 1 && (workers % producers != 0 || usable(producers) < workers + kMinStagesAhead)) --producers;
+    plan.stages.count = usable(producers);
+  }
+  plan.config.cluster = 1;
   plan.config.programmatic_launch = device.programmatic_launch;
   return plan;
+}
+
+// Where it makes no worker's piece longer, cuts segments rather than the whole line into pieces, such that the CTAs of
+// a cluster have all those of their segments: that saves partials and the kernel that adds them up.
+inline void cut_by_segments(DeviceLimits const& device, int segments, int tiles_per_segment, matmul::Config& config) {
+  auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
+  int workers = config.workers;
+  int64_t longest = ceil_div(int64_t{segments} * tiles_per_segment, int64_t{config.ctas} * workers);
+  auto try_pieces = [&](int pieces, int cluster, int max_clusters) {
+    int64_t ctas = int64_t{segments} * pieces / workers;
+    bool fits = pieces <= tiles_per_segment && int64_t{segments} * pieces % workers == 0 &&
+                ctas <= int64_t{max_clusters} * cluster && ceil_div(tiles_per_segment, pieces) <= longest;
+    if (fits) config.segment_pieces = pieces, config.cluster = cluster, config.ctas = static_cast<int>(ctas);
+    return fits;
+  };
+  if (try_pieces(4 * workers, 4, device.max_quads) || try_pieces(2 * workers, 2, device.max_pairs)) return;
+  for (int pieces = workers; pieces > 0; --pieces)
+    if (workers % pieces == 0 && try_pieces(pieces, 1, device.multiprocessors)) return;
 }
 
 }  // namespace cute_kernels::dispatch

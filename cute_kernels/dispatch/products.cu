@@ -110,19 +110,26 @@ void run(Product const& product, std::string const& backend, cudaStream_t stream
   int64_t tiles = view.tiles() * row_blocks;
   if (tiles > INT32_MAX / 2) throw std::runtime_error("the product has more than 2^30 tiles; split the batch");
 
-  Plan plan = choose_plan(device, kernels.limits(view.dtype, n), n, rows, view.max_tile_rows, matmul::kOrderBytes,
+  matmul::KernelLimits limits = kernels.limits(view.dtype, n);
+  Plan plan = choose_plan(device, limits, n, rows, view.max_tile_rows, matmul::kOrderBytes,
                           is_key ? 0 : matmul::dense_row_bytes(product.dense.dtype), tiles);
-  int pieces = plan.config.ctas * plan.config.workers, all = static_cast<int>(tiles);
+  int all = static_cast<int>(tiles), tiles_per_segment = static_cast<int>(view.tiles_per_head());
+  if (limits.joins_segments) cut_by_segments(device, all / tiles_per_segment, tiles_per_segment, plan.config);
+  bool by_segments = plan.config.segment_pieces > 0;
+  int pieces = by_segments ? plan.config.segment_pieces : plan.config.ctas * plan.config.workers;
+  int part_tiles = by_segments ? tiles_per_segment : all;
   params.work = {all,
                  rows,
                  group,
-                 pieces,
-                 all / pieces,
-                 all % pieces,
-                 cutlass::FastDivmod(static_cast<int>(view.tiles_per_head())),
+                 part_tiles,
+                 part_tiles / pieces,
+                 part_tiles % pieces,
+                 cutlass::FastDivmod(pieces),
+                 cutlass::FastDivmod(tiles_per_segment),
                  cutlass::FastDivmod(row_blocks),
                  cutlass::FastDivmod(product.query_tokens),
-                 cutlass::FastDivmod(view.kv_heads)};
+                 cutlass::FastDivmod(view.kv_heads),
+                 by_segments};
   params.stages = plan.stages;
   kernels.launch(params, plan.config, stream);
 }

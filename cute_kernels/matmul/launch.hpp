@@ -13,6 +13,9 @@ struct Config {
   int n;        // query rows a pass, one of the architecture's
   int workers;  // a CTA, one CTA an SM
   int ctas;
+  int producers;       // warps that fill a ring of stages, CC 9.0
+  int segment_pieces;  // that every segment is cut into, none reaching into another; 0: without regard to segments
+  int cluster;         // CTAs that share a segment then, else 1
   bool programmatic_launch;  // CC 9.0: the combine may be set up while the product kernel drains
 };
 
@@ -20,9 +23,11 @@ struct Config {
 struct KernelLimits {
   int max_workers;
   int worker_warps;
-  int min_stages, max_stages;  // of a worker
+  int min_stages, max_stages;  // of a worker; of a CTA if `one_ring`
   int min_block_bytes;         // of a stage: the room of a tile's block may also take its results
   int fixed_shared_bytes;
+  bool one_ring;        // of stages for all workers
+  bool joins_segments;  // clusters can add up what workers have of a segment
 };
 
 // limits: of one kernel. launch: checks nothing, params and config come from dispatch/; throws std::runtime_error on a

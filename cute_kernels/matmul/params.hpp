@@ -23,14 +23,16 @@ struct Work {
   int tiles;                         // in the line
   int rows;                          // query rows of a KV head: group size x query tokens
   int group;                         // query heads of a KV head
-  int pieces;                        // the line is cut into, one a worker
-  int tiles_per_piece, spare_tiles;  // tiles / pieces and tiles % pieces
+  int part_tiles;                    // the line is cut into parts of so many tiles, itself or its segments,
+  int tiles_per_piece, spare_tiles;  // and they into pieces, one a worker: part_tiles / pieces, part_tiles % pieces
+  cutlass::FastDivmod pieces;        // of a part
   cutlass::FastDivmod tiles_per_segment, row_blocks, query_tokens, kv_heads;  // as divisors
+  bool by_segments;  // parts are segments, and a cluster has all pieces of its segments
 };
 
 // How shared memory is divided; chosen on the host (dispatch/), the same for every worker.
 struct Stages {
-  int count;        // of a worker
+  int count;        // of a worker, or of all where they share one ring
   int block_bytes;  // room for one tile's block
   int stage_bytes;  // the block, the token order and, for values, the rows of p
 };

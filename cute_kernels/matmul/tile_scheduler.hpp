@@ -1,5 +1,6 @@
-// Striped partition: all tiles in one line, cut into equal pieces of consecutive tiles, one a worker. No shape leaves
-// SMs or workers idle, and workers need not wait for one another. combine.hpp puts together what several pieces share.
+// All tiles in one line, cut into equal pieces of consecutive tiles, one a worker. Striped, so that no shape leaves SMs
+// or workers idle; combine.hpp puts together what several pieces share. Or, where that is as even, cut at the segments'
+// ends too, so that a cluster has all pieces of its segments.
 #pragma once
 
 #include "cute_kernels/matmul/params.hpp"
@@ -12,8 +13,9 @@ struct TileRange {
 
 // Pieces differ by one tile at most, the longer ones spread evenly. spare_tiles < pieces < 2^15, so the product fits.
 CUTE_HOST_DEVICE int piece_begin(Work const& work, int piece) {
-  return piece * work.tiles_per_piece +
-         static_cast<int>(uint32_t(piece) * uint32_t(work.spare_tiles) / uint32_t(work.pieces));
+  int part, index;
+  work.pieces(part, index, piece);
+  return part * work.part_tiles + index * work.tiles_per_piece + work.pieces.div(index * work.spare_tiles);
 }
 
 CUTE_HOST_DEVICE TileRange piece_tiles(Work const& work, int piece) {
@@ -21,7 +23,8 @@ CUTE_HOST_DEVICE TileRange piece_tiles(Work const& work, int piece) {
 }
 
 CUTE_HOST_DEVICE int piece_of_tile(Work const& work, int tile) {
-  int piece = static_cast<int>(int64_t{tile} * work.pieces / work.tiles);
+  int part = tile / work.part_tiles, offset = tile - part * work.part_tiles;
+  int piece = part * work.pieces.divisor + static_cast<int>(int64_t{offset} * work.pieces.divisor / work.part_tiles);
   while (piece_begin(work, piece + 1) <= tile) ++piece;
   return piece;
 }

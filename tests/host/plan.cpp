@@ -9,12 +9,15 @@ using namespace cute_kernels;
 using dispatch::choose_plan;
 using dispatch::DeviceLimits;
 
-matmul::Work make_work(int heads, int row_blocks, int tiles_per_head, int pieces) {
+// pieces: of the line, or of every segment.
+matmul::Work make_work(int heads, int row_blocks, int tiles_per_head, int pieces, bool by_segments) {
   matmul::Work work{};
   work.tiles = heads * row_blocks * tiles_per_head;
-  work.pieces = pieces;
-  work.tiles_per_piece = work.tiles / pieces;
-  work.spare_tiles = work.tiles % pieces;
+  work.by_segments = by_segments;
+  work.part_tiles = by_segments ? tiles_per_head : work.tiles;
+  work.pieces = cutlass::FastDivmod(pieces);
+  work.tiles_per_piece = work.part_tiles / pieces;
+  work.spare_tiles = work.part_tiles % pieces;
   work.tiles_per_segment = cutlass::FastDivmod(tiles_per_head);
   work.row_blocks = cutlass::FastDivmod(row_blocks);
   work.rows = 8 * row_blocks - 3;
@@ -23,13 +26,19 @@ matmul::Work make_work(int heads, int row_blocks, int tiles_per_head, int pieces
 
 void check_pieces(matmul::Work const& work, int tiles_per_head, int row_blocks) {
   check(matmul::piece_begin(work, 0) == 0, "the first piece starts at the first tile");
-  check(matmul::piece_begin(work, work.pieces) == work.tiles, "the last piece ends at the last tile");
-  for (int piece = 0; piece < work.pieces; ++piece) {
+  int pieces = work.pieces.divisor * (work.tiles / work.part_tiles);
+  check(matmul::piece_begin(work, pieces) == work.tiles, "the last piece ends at the last tile");
+  for (int piece = 0; piece < pieces; ++piece) {
     matmul::TileRange range = matmul::piece_tiles(work, piece);
     int tiles = range.end - range.begin;
     check(tiles == work.tiles_per_piece || tiles == work.tiles_per_piece + 1, "pieces differ by one tile", piece,
           tiles);
-    check(tiles > 0, "no piece is empty", piece, work.tiles, work.pieces);
+    check(tiles > 0, "no piece is empty", piece, work.tiles, pieces);
+    if (work.by_segments) {
+      int segment = piece / work.pieces.divisor;
+      check(range.begin / tiles_per_head == segment && (range.end - 1) / tiles_per_head == segment,
+            "pieces end where segments do", piece);
+    }
     for (int tile : {range.begin, range.end - 1})
       check(matmul::piece_of_tile(work, tile) == piece, "piece_of_tile inverts piece_tiles", tile, piece);
   }
@@ -47,30 +56,67 @@ void check_pieces(matmul::Work const& work, int tiles_per_head, int row_blocks) 
   }
 }
 
+// A ring for all workers: producers divide workers and stages, and see every phase of their stages.
+void check_ring(dispatch::Plan const& plan) {
+  int workers = plan.config.workers, stages = plan.stages.count, producers = plan.config.producers;
+  check(producers >= 1 && producers <= dispatch::kMaxProducers, "producers", producers);
+  check(workers % producers == 0 && stages % producers == 0, "producers divide workers and stages", workers, stages);
+  check(stages >= workers, "a stage for every worker", workers, stages);
+}
+
+// Cutting at segments' ends makes no piece longer, and gives every cluster whole segments.
+void check_segments(DeviceLimits const& device, matmul::Config config, int segments, int tiles_per_segment) {
+  auto ceil_div = [](int a, int b) { return (a + b - 1) / b; };
+  int tiles = segments * tiles_per_segment, longest = ceil_div(tiles, config.ctas * config.workers);
+  dispatch::cut_by_segments(device, segments, tiles_per_segment, config);
+  check(config.cluster == 1 || config.cluster == 2 || config.cluster == 4, "cluster", config.cluster);
+  if (config.segment_pieces == 0) return void(check(config.cluster == 1, "no clusters without segments"));
+  int pieces = config.segment_pieces;
+  check(pieces * segments == config.ctas * config.workers, "a piece for every worker", pieces, config.ctas);
+  check(ceil_div(tiles_per_segment, pieces) <= longest, "no piece is longer", pieces, longest);
+  check(config.cluster * config.workers % pieces == 0, "clusters have whole segments", pieces, config.cluster);
+  check(config.cluster == 1 || config.cluster * config.workers == pieces, "a cluster has one segment", pieces);
+  int clusters = config.cluster == 4   ? device.max_quads
+                 : config.cluster == 2 ? device.max_pairs
+                                       : device.multiprocessors;
+  check(config.ctas % config.cluster == 0 && config.ctas / config.cluster <= clusters, "clusters fit", config.ctas);
+}
+
 int main() {
   std::mt19937 random(std::random_device{}());
   auto draw = [&](int low, int high) { return std::uniform_int_distribution<int>(low, high)(random); };
-  const DeviceLimits devices[] = {{132, 232448, 9, 0, true}, {108, 166912, 8, 0, false}, {84, 101376, 8, 6, false}};
+  const DeviceLimits devices[] = {
+      {132, 232448, 9, 0, true, 66, 32}, {108, 166912, 8, 0, false}, {84, 101376, 8, 6, false}};
   for (int i = 0; i < 500; ++i) {
     int heads = draw(1, 12), row_blocks = draw(1, 3), tiles_per_head = draw(1, 60);
     int64_t tiles = int64_t{heads} * row_blocks * tiles_per_head;
     for (DeviceLimits const& device : devices) {
       int head_dim = 64 << draw(0, 2), n = draw(0, 1) ? 8 : 16, longest = draw(0, head_dim),
           row_bytes = draw(0, 1) ? 272 : 0;
-      matmul::KernelLimits kernel{4 * draw(1, 4), draw(0, 1) ? 1 : 4, 2, draw(3, 8), n * 68 * 4, 64};
+      bool one_ring = draw(0, 1);
+      matmul::KernelLimits kernel{
+          4 * draw(1, 4), draw(0, 1) ? 1 : 4, 2, one_ring ? 48 : draw(3, 8), n * 64 * 4, 64, one_ring, one_ring};
       auto plan =
           choose_plan(device, kernel, n, draw(1, 40), format::tile_rows(head_dim, longest), 64, row_bytes, tiles);
       int stage_bytes = plan.stages.stage_bytes, workers = plan.config.workers;
       check(workers >= 1 && workers <= kernel.max_workers, "workers", workers);
-      check(plan.stages.count >= 2 && plan.stages.count <= kernel.max_stages, "stages", plan.stages.count);
-      check(workers * plan.stages.count * stage_bytes + kernel.fixed_shared_bytes <= device.shared_bytes,
-            "shared memory", stage_bytes);
+      check(plan.stages.count >= (one_ring ? 1 : 2) && plan.stages.count <= kernel.max_stages, "stages",
+            plan.stages.count);
+      int stages = one_ring ? plan.stages.count : workers * plan.stages.count;
+      check(stages * stage_bytes + kernel.fixed_shared_bytes <= device.shared_bytes, "shared memory", stage_bytes);
+      if (one_ring) check_ring(plan);
       check(plan.stages.block_bytes >= format::tile_rows(head_dim, longest) * format::kRowBytes,
             "a stage holds the longest block");
       check(plan.stages.block_bytes % 128 == 0 && stage_bytes % 128 == 0, "stages are aligned");
       check(plan.config.ctas <= device.multiprocessors, "one CTA an SM", plan.config.ctas);
-      check_pieces(make_work(heads, row_blocks, tiles_per_head, plan.config.ctas * workers), tiles_per_head,
+      check_pieces(make_work(heads, row_blocks, tiles_per_head, plan.config.ctas * workers, false), tiles_per_head,
                    row_blocks);
+      if (!one_ring) continue;
+      check_segments(device, plan.config, heads * row_blocks, tiles_per_head);
+      dispatch::cut_by_segments(device, heads * row_blocks, tiles_per_head, plan.config);
+      if (plan.config.segment_pieces > 0)
+        check_pieces(make_work(heads, row_blocks, tiles_per_head, plan.config.segment_pieces, true), tiles_per_head,
+                     row_blocks);
     }
   }
   return report();

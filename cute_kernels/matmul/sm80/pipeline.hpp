@@ -47,10 +47,11 @@ class WarpPipeline {
   // The stage has been read; the next fetch but one fills it.
   CUTE_DEVICE void release() {}
 
-  // Room for this warp's share of its last segment, when all its tiles have been read.
-  CUTE_DEVICE float4* finish() {
-    __syncwarp();
-    return reinterpret_cast<float4*>(ring_);
+  // Leaves this warp's share of its last segment in its stages.
+  template <class Fragment>
+  CUTE_DEVICE void finish(Fragment const& tCrC /* (MMA,MMA_M,MMA_N) */, int rows) {
+    __syncwarp();  // all its tiles have been read
+    leave_share<Traits>(tCrC, rows, reinterpret_cast<float4*>(ring_));
   }
 
  private:

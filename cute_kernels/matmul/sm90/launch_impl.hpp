@@ -33,13 +33,12 @@ KernelLimits limits(format::DType dtype, int n) {
     using T = decltype(traits);
     if constexpr (kByWarps<T>) {
       constexpr int kMaxWarps = kMaxWarpgroups<T> * kWarpgroupWarps;
-      static_assert(kMaxWarps <= kMaxWorkers && kMaxWarps * kMaxStagesOfWarp <= kMaxStages);
-      // A stage takes a tile's logits; the stages take the workers' shares in the end.
-      constexpr int kResultBytes = T::kIsKey ? min_block_bytes_qk<T>() : share_bytes<T>() / kMinStages;
-      return {kMaxWarps, 1, kMinStages, kMaxStagesOfWarp, kResultBytes, kWarpFixedBytes};
+      static_assert(kMaxWarps <= kMaxWorkers);
+      // A stage takes a tile's logits; the stages, no fewer than workers, take their shares in the end.
+      constexpr int kResultBytes = T::kIsKey ? logits_bytes<T>() : share_bytes<T>();
+      return {kMaxWarps, 1, 2, kMaxStages, kResultBytes, kWarpFixedBytes, true, !T::kIsKey};
     } else {
-      static_assert(T::kMaxWarpgroups * kMaxStagesOfWarpgroup <= kMaxStages);
-      return {T::kMaxWarpgroups, kWarpgroupWarps, kMinStages, kMaxStagesOfWarpgroup, 0, warpgroup::kFixedBytes<T>};
+      return {T::kMaxWarpgroups, kWarpgroupWarps, 2, kMaxStages, 0, warpgroup::kFixedBytes<T>, true, false};
     }
   });
 }
@@ -47,12 +46,21 @@ KernelLimits limits(format::DType dtype, int n) {
 template <class Kernel>
 void launch_product(Kernel kernel, Params const& params, Config const& config, int worker_threads, int fixed_bytes,
                     cudaStream_t stream) {
-  int shared_bytes = fixed_bytes + config.workers * params.stages.count * params.stages.stage_bytes;
+  int shared_bytes = fixed_bytes + params.stages.count * params.stages.stage_bytes;
   check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
              "cudaFuncSetAttribute");
   int warpgroups = (config.workers * worker_threads + kWarpgroupThreads - 1) / kWarpgroupThreads;
-  kernel<<<config.ctas, (warpgroups + 1) * kWarpgroupThreads, shared_bytes, stream>>>(with_tensor_map(params, config));
-  check_cuda(cudaGetLastError(), "launch of a product kernel");
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {static_cast<unsigned>(config.cluster), 1, 1};
+  cudaLaunchConfig_t launch{};
+  launch.gridDim = dim3(config.ctas);
+  launch.blockDim = dim3((warpgroups + 1) * kWarpgroupThreads);
+  launch.dynamicSmemBytes = shared_bytes;
+  launch.stream = stream;
+  launch.attrs = &attribute;
+  launch.numAttrs = config.cluster > 1 ? 1 : 0;
+  check_cuda(cudaLaunchKernelEx(&launch, kernel, with_tensor_map(params, config)), "launch of a product kernel");
 }
 
 template <Role kRole, int kHeadDim>
@@ -65,7 +73,7 @@ void launch(Params const& params, Config const& config, cudaStream_t stream) {
     } else if constexpr (kByWarps<T>) {
       launch_product(converts ? sparse_av_warps<T, true> : sparse_av_warps<T, false>, params, config, 32,
                      kWarpFixedBytes, stream);
-      launch_combine<T>(params, config, config.workers, stream);
+      if (!params.work.by_segments) launch_combine<T>(params, config, config.workers, stream);
     } else {
       using warpgroup::sparse_av_warpgroups;
       launch_product(converts ? sparse_av_warpgroups<T, true> : sparse_av_warpgroups<T, false>, params, config,

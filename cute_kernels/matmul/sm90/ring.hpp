@@ -1,4 +1,4 @@
-// The stages that producers fill for the CTA's workers, warps or warpgroups: a few for each worker, in a ring.
+// The stages that producers fill for the CTA's workers, warps or warpgroups: one ring for all of them.
 #pragma once
 
 #include <cutlass/arch/barrier.h>
@@ -10,55 +10,90 @@
 
 namespace cute_kernels::matmul::sm90 {
 
-inline constexpr int kMinStages = 2, kMaxStagesOfWarp = 3, kMaxStagesOfWarpgroup = 8;
-inline constexpr int kMaxStages = 48;  // of a CTA
-inline constexpr int kProducers = 4;   // warps; worker w is served by producer w % kProducers
+inline constexpr int kMaxStages = 48;    // of a CTA
+inline constexpr int kMaxProducers = 4;  // warps
+inline constexpr int kStartBarrier = 4;  // named; the workers use those below
 
-// Every worker has stages of its own: a barrier's parity tells one phase from the next only, so whoever waits at it
-// must see every phase.
+// Workers take turns: worker w's tile of turn t is number n = t * workers + w, and lies in stage n % stages as the
+// stage's use n / stages. Producer n % producers brings it.
+struct RingPlace {
+  int stage, use;
+};
+
+// A barrier's parity tells one phase from the next only, so whoever waits for a phase must know that the one before the
+// last is over.
+//
+//   empty  is waited for by the stage's producer, always the same, since producers divide stages: it sees every phase
+//   full   a stage's even and odd uses have barriers of their own. A worker that waits for tile n has read tile
+//          n - workers, which the same producer, since producers divide workers, issued after tile n - stages or with
+//          it; for that it had seen tile n - 2 stages leave this stage
 struct RingBarriers {
-  cutlass::arch::ClusterTransactionBarrier full[kMaxStages];  // a producer's arrival and the bytes of the tile
-  cutlass::arch::ClusterBarrier empty[kMaxStages];            // one arrival from every warp of the worker
-
-  CUTE_DEVICE void init(int stages, int warps_a_worker) {
-    for (int i = 0; i < stages; ++i) full[i].init(1), empty[i].init(warps_a_worker);
-    cutlass::arch::fence_barrier_init();
-  }
+  cutlass::arch::ClusterTransactionBarrier full[2][kMaxStages];  // a producer's arrival and the bytes of the tile
+  cutlass::arch::ClusterBarrier empty[kMaxStages];               // one arrival from every warp of the worker
 };
 
 struct StageRing {
   TmaParams const& params;
   RingBarriers& barriers;
   uint8_t* data;
+  int warps_a_worker;
 
-  CUTE_DEVICE Stage operator[](int index) const { return {params.stages, data + index * params.stages.stage_bytes}; }
+  CUTE_DEVICE Stage operator[](int stage) const { return {params.stages, data + stage * params.stages.stage_bytes}; }
   CUTE_DEVICE TileRange piece(int worker) const {
-    return piece_tiles(params.work, blockIdx.x * params.workers + worker);
+    return piece_tiles(params.work, blockIdx.x * params.workers.divisor + worker);
   }
+  CUTE_DEVICE RingPlace place(int number) const {
+    RingPlace place;
+    params.ring_stages(place.use, place.stage, number);
+    return place;
+  }
+  CUTE_DEVICE auto& full(RingPlace place) const { return barriers.full[place.use & 1][place.stage]; }
+  CUTE_DEVICE auto& empty(RingPlace place) const { return barriers.empty[place.stage]; }
+
+  CUTE_DEVICE void wait_full(RingPlace place) const { full(place).wait(place.use >> 1 & 1); }
+  // A fresh stage counts as empty.
+  CUTE_DEVICE void wait_empty(RingPlace place) const { empty(place).wait(place.use & 1 ^ 1); }
+
+  // In one warp of every worker: makes barriers, of the worker's first stage among others. It sees those of others when
+  // its first tile has come, for producers begin when all are made.
+  CUTE_DEVICE void open(int worker) const {
+    if (threadIdx.x % 32 == 0) {
+      for (int stage = worker; stage < params.ring_stages.divisor; stage += params.workers.divisor) {
+        barriers.full[0][stage].init(1), barriers.full[1][stage].init(1);
+        barriers.empty[stage].init(warps_a_worker);
+      }
+      cutlass::arch::fence_barrier_init();
+    }
+    __syncwarp();
+  }
+  // Once in every warp: `join` waits until all barriers are made.
+  CUTE_DEVICE void join() const { cutlass::arch::NamedBarrier::sync(blockDim.x, kStartBarrier); }
+  CUTE_DEVICE void arrive() const { cutlass::arch::NamedBarrier::arrive(blockDim.x, kStartBarrier); }
 };
 
-// A worker's way through its stages.
+// A worker's way through the ring.
 class RingReader {
  public:
-  CUTE_DEVICE RingReader(StageRing const& ring, int worker) : ring_(ring), first_(worker * ring.params.stages.count) {}
+  CUTE_DEVICE RingReader(StageRing const& ring, int worker) : ring_(ring), place_{worker, 0} {}
 
   CUTE_DEVICE Stage wait() const {
-    ring_.barriers.full[first_ + turn_].wait(phase_);
+    ring_.wait_full(place_);
     ptx::compiler_fence();  // the library's wait does not say that it orders memory
-    return ring_[first_ + turn_];
+    return ring_[place_.stage];
   }
 
   // In every warp that reads the stage.
   CUTE_DEVICE void release() {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) ring_.barriers.empty[first_ + turn_].arrive();
-    if (++turn_ == ring_.params.stages.count) turn_ = 0, phase_ ^= 1;
+    if (threadIdx.x % 32 == 0) ring_.empty(place_).arrive();
+    place_.stage += ring_.params.workers.divisor;
+    if (place_.stage >= ring_.params.ring_stages.divisor)
+      place_.stage -= ring_.params.ring_stages.divisor, ++place_.use;
   }
 
  private:
   StageRing const& ring_;
-  int first_, turn_ = 0;
-  uint32_t phase_ = 0;
+  RingPlace place_;
 };
 
 }  // namespace cute_kernels::matmul::sm90

@@ -27,17 +27,16 @@ struct RegisterBudget<4> {
   static constexpr int kProducer = 40, kWorker = 104;
 };
 
-static_assert(kProducers == kWarpgroupWarps);
+static_assert(kMaxProducers == kWarpgroupWarps);
 
 template <int kWarpgroups>
 inline constexpr int kMaxThreads = (kWarpgroups + 1) * kWarpgroupThreads;
 
-// Sets the ring up; load(producer) in the last warpgroup, work(warp of the CTA) in all others.
+// Calls load(producer) in the last warpgroup, work(warp of the CTA) in all others. Workers open the ring, producers
+// join when they have looked up where their first tiles are.
 template <int kWarpgroups, class Load, class Work>
-CUTE_DEVICE void split_roles(StageRing const& ring, int warps_a_worker, Load&& load, Work&& work) {
+CUTE_DEVICE void split_roles(Load&& load, Work&& work) {
   using Budget = RegisterBudget<kWarpgroups>;
-  if (threadIdx.x == 0) ring.barriers.init(ring.params.workers * ring.params.stages.count, warps_a_worker);
-  __syncthreads();
   int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), first_of_producer = blockDim.x / 32 - kWarpgroupWarps;
   if (warp >= first_of_producer) {
     cutlass::arch::warpgroup_reg_dealloc<Budget::kProducer>();

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cute_kernels/matmul/dense_tile.hpp"
+#include "cute_kernels/matmul/sm90/finish_segments.hpp"
 #include "cute_kernels/matmul/sm90/roles.hpp"
 #include "cute_kernels/matmul/warp/multiply_keys.hpp"
 #include "cute_kernels/matmul/warp/multiply_values.hpp"
@@ -17,6 +18,12 @@ inline constexpr int kMaxWarpgroups = Traits::kRegisters <= 124   ? 4
 
 inline constexpr int kMaxWorkers = 16;
 inline constexpr int kWorkersBarrier = 0;
+
+struct WarpStorage {
+  RingBarriers barriers;
+  int last_segment[kMaxWorkers];
+};
+inline constexpr int kWarpFixedBytes = (sizeof(WarpStorage) + 127) / 128 * 128;
 
 template <class Traits>
 class WarpPipeline {
@@ -42,13 +49,16 @@ class WarpPipeline {
     reader_.release();
   }
 
-  // Room for this warp's share of its last segment, when the workers have read all tiles.
-  CUTE_DEVICE float4* finish() {
+  // Leaves this warp's share of its last segment in the stages, when the workers have read all tiles.
+  template <class Fragment>
+  CUTE_DEVICE void finish(Fragment const& tCrC /* (MMA,MMA_M,MMA_N) */, int rows) {
     sync_workers();
-    return reinterpret_cast<float4*>(ring_.data + worker_ * share_bytes<Traits>());
+    leave_share<Traits>(tCrC, rows, reinterpret_cast<float4*>(ring_.data + worker_ * share_bytes<Traits>()));
   }
 
-  CUTE_DEVICE void sync_workers() { cutlass::arch::NamedBarrier::sync(32 * ring_.params.workers, kWorkersBarrier); }
+  CUTE_DEVICE void sync_workers() {
+    cutlass::arch::NamedBarrier::sync(32 * ring_.params.workers.divisor, kWorkersBarrier);
+  }
 
  private:
   StageRing const& ring_;
@@ -58,21 +68,20 @@ class WarpPipeline {
   int tile_;
 };
 
-struct WarpStorage {
-  RingBarriers barriers;
-  int last_segment[kMaxWorkers];
-};
-inline constexpr int kWarpFixedBytes = (sizeof(WarpStorage) + 127) / 128 * 128;
-
 // Sets the CTA up; calls consume(pipeline, piece, warp, storage, ring) in the workers' warps.
 template <class Traits, class Consume>
 CUTE_DEVICE void run_warps(TmaParams const& params, uint8_t* shared, Consume&& consume) {
   auto& storage = *reinterpret_cast<WarpStorage*>(shared);
-  StageRing ring{params, storage.barriers, shared + kWarpFixedBytes};
+  StageRing ring{params, storage.barriers, shared + kWarpFixedBytes, 1};
+  if (!Traits::kIsKey && params.vectorized && threadIdx.x == 0)
+    prefetch_tma_descriptor(reinterpret_cast<TmaDescriptor const*>(&params.dense_map));
   split_roles<kMaxWarpgroups<Traits>>(
-      ring, 1, [&](int producer) { load_tiles<Traits::kIsKey, Traits::kN>(ring, producer); },
+      [&](int producer) { load_tiles<Traits::kIsKey, Traits::kN>(ring, producer); },
       [&](int warp) {
-        if (warp >= params.workers) return;  // workers need not fill their last warpgroup
+        bool works = warp < params.workers.divisor;  // workers need not fill their last warpgroup
+        if (works) ring.open(warp);
+        ring.arrive();
+        if (!works) return;
         TileRange piece = ring.piece(warp);
         WarpPipeline<Traits> pipeline(ring, warp, piece);
         consume(pipeline, piece, warp, storage, ring);
@@ -97,9 +106,12 @@ __global__ void __launch_bounds__(kMaxThreads<kMaxWarpgroups<Traits>>, 1)
   run_warps<Traits>(params, shared,
                     [&](auto& pipeline, TileRange piece, int warp, WarpStorage& storage, StageRing const& ring) {
                       storage.last_segment[warp] = multiply_values<Traits, kConverts>(params, piece, pipeline);
+                      if (params.work.by_segments)
+                        return SegmentSums<Traits>(params).write(reinterpret_cast<float4*>(ring.data), threadIdx.x,
+                                                                 [&] { pipeline.sync_workers(); });
                       pipeline.sync_workers();
                       add_up_shares<Traits>(params, ring.data, share_bytes<Traits>(), storage.last_segment,
-                                            ring.params.workers, threadIdx.x);
+                                            ring.params.workers.divisor, threadIdx.x);
                     });
 }
 

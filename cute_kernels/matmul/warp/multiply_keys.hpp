@@ -4,14 +4,9 @@
 #include "cute_kernels/matmul/stage.hpp"
 #include "cute_kernels/matmul/tile_scheduler.hpp"
 #include "cute_kernels/matmul/warp/mainloop.hpp"
-#include "cute_kernels/matmul/warp/store_rows.hpp"
+#include "cute_kernels/matmul/warp/store_logits.hpp"
 
 namespace cute_kernels::matmul {
-
-template <class Traits>
-CUTE_HOST_DEVICE constexpr int min_block_bytes_qk() {
-  return Traits::kN * kLogitsStride * static_cast<int>(sizeof(float));
-}
 
 // Q^T as B fragments, channels in the order of the head's compressed channels. Channels beyond the last are
 // zeros; rows beyond the last repeat it, are computed and never stored.
@@ -45,43 +40,6 @@ CUTE_DEVICE void load_queries(Params const& params, Segment const& segment, Frag
       }
     }
   }
-}
-
-// Puts the tile's logits back in token order through shared memory and writes them, a query row after the other.
-template <class Traits, class Fragment>
-CUTE_DEVICE void store_logits(Params const& params, Segment const& segment, int tile, Stage stage,
-                              Fragment const& tCrC /* (MMA,MMA_M,MMA_N) */) {
-  auto* logits = reinterpret_cast<float*>(stage.block);  // (N, kLogitsStride)
-  int lane = threadIdx.x % 32;
-  auto thr_mma = typename Traits::TiledMma{}.get_slice(lane);
-  Tensor cC =
-      make_identity_tensor(Shape<Int<Traits::kM>, Int<Traits::kN>>{});  // (BLK_M,BLK_N) -> (token_position, row)
-  Tensor tCcC = thr_mma.partition_C(cC);                                // ((2,2),MMA_M,MMA_N)
-  CUTE_STATIC_ASSERT_V(shape(tCcC) == shape(tCrC));
-  CUTE_STATIC_ASSERT_V(
-      (shape<0>(tCcC) == Shape<_2, _2>{}));  // two neighbouring rows of query, then 8 positions further on
-  int token_of[2][Traits::kM / 16];
-  CUTE_UNROLL
-  for (int m = 0; m < size<1>(tCcC); ++m) {
-    CUTE_UNROLL
-    for (int j = 0; j < 2; ++j) token_of[j][m] = stage.token_order[get<0>(tCcC(make_coord(0, j), m, 0))];
-  }
-  CUTE_UNROLL
-  for (int n = 0; n < size<2>(tCcC); ++n) {
-    CUTE_UNROLL
-    for (int i = 0; i < 2; ++i) {
-      int row = get<1>(tCcC(make_coord(i, 0), 0, n));
-      if (row >= segment.rows) continue;
-      CUTE_UNROLL
-      for (int m = 0; m < size<1>(tCcC); ++m) {
-        CUTE_UNROLL
-        for (int j = 0; j < 2; ++j) logits[row * kLogitsStride + token_of[j][m]] = tCrC(make_coord(i, j), m, n);
-      }
-    }
-  }
-  __syncwarp();
-
-  store_rows(params, segment, tile, logits);
 }
 
 // All tiles of a warp's piece, as `pipeline` brings them.

@@ -7,8 +7,8 @@
 
 namespace cute_kernels::matmul {
 
-// All tiles of a warp's piece, as `pipeline` brings them. kConverts: p is not in the type of V. Leaves the share of the
-// segment that the piece ends in where pipeline.finish() says, and returns that segment.
+// All tiles of a warp's piece, as `pipeline` brings them. kConverts: p is not in the type of V. Hands the share of the
+// segment that the piece ends in to pipeline.finish() and returns that segment.
 template <class Traits, bool kConverts, class Pipeline>
 CUTE_DEVICE int multiply_values(Params const& params, TileRange piece, Pipeline& pipeline) {
   using TiledMma = typename Traits::TiledMma;
@@ -29,7 +29,7 @@ CUTE_DEVICE int multiply_values(Params const& params, TileRange piece, Pipeline&
     }
     probabilities.finish(tCrC);
     if (tile == piece.end) {
-      leave_share<Traits>(tCrC, segment.rows, pipeline.finish());
+      pipeline.finish(tCrC, segment.rows);
       return segment.index;
     }
     leave_share<Traits>(tCrC, segment.rows, partial_data<Traits>(params, crossing_partial(segment)));

@@ -40,7 +40,8 @@ CUTE_DEVICE void multiply_values(TmaParams const& params, WarpgroupStorage<Trait
       warpgroup_fence_operand(tCrC);
     }
     probabilities.finish(turn, tCrC);
-    leave_partial<Traits>(params, segment, worker.piece, blockIdx.x * params.workers + worker.index, worker.warp, tCrC);
+    leave_partial<Traits>(params, segment, worker.piece, blockIdx.x * params.workers.divisor + worker.index,
+                          worker.warp, tCrC);
   }
 }
 
@@ -50,11 +51,13 @@ __global__ void __launch_bounds__(sm90::kMaxThreads<Traits::kMaxWarpgroups>, 1)
   extern __shared__ __align__(1024) uint8_t bytes[];
   ptx::launch_dependents();
   auto& shared = *reinterpret_cast<SharedStorage<Traits>*>(bytes);
-  StageRing ring{params, shared.barriers, bytes + kFixedBytes<Traits>};
+  StageRing ring{params, shared.barriers, bytes + kFixedBytes<Traits>, kWarpgroupWarps};
   sm90::split_roles<Traits::kMaxWarpgroups>(
-      ring, kWarpgroupWarps, [&](int producer) { sm90::load_tiles<false, Traits::kN>(ring, producer); },
+      [&](int producer) { sm90::load_tiles<false, Traits::kN>(ring, producer); },
       [&](int warp) {
         int index = warp / kWarpgroupWarps;
+        if (warp % kWarpgroupWarps == 0) ring.open(index);
+        ring.join();
         Worker worker{index, warp % kWarpgroupWarps, ring.piece(index), {ring, index}};
         multiply_values<Traits, kConverts>(params, shared.warpgroup[index], worker);
       });
