@@ -282,12 +282,12 @@ def test_product_explains_itself_beside_the_row(capsys):
     assert "not in profiling/results/nvidia-a100/sweep.json" in capsys.readouterr().out
     rows_of_64 = ["--case", "av", "--shape", "8,32,8,16,16384,128", "--keep", "38"]
     assert command.main(rows_of_64) == 0  # on 9.0 the default is sm90
-    assert " stages a warpgroup, one CTA an SM beside a warpgroup of producers" in capsys.readouterr().out
+    assert " stages for all, one CTA an SM beside a warpgroup of producers" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("arguments", [
     ["--gemm", "4096", "4096", "4096", "--device", "A100"],
-    ["--case", "qk", "--shape", "8,32,8,1,16384,128", "--keep", "38"],
+    ["--case", "qk", "--shape", "8,32,8,1,16384,128", "--keep", "128"],
 ])
 def test_json(arguments, capsys):
     def refuse(constant):

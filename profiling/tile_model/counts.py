@@ -33,7 +33,6 @@ HEAD_DIMS = (64, 128, 256)
 ROW_BLOCKS = {("sm80", "key"): (8, 16), ("sm80", "value"): (8, 16),  # N
               ("sm90", "key"): (8, 16), ("sm90", "value"): (8, 16, 32, 64)}
 WARP_ROWS = 16           # the largest N of a warp; more are a warpgroup's
-LOGITS_STRIDE = TILE_TOKENS + 4  # floats
 
 # Registers besides accumulators and B fragments, or a warpgroup's A fragments: traits.hpp of the kernels, from the
 # compiler's reports.
@@ -50,7 +49,7 @@ REST = {("sm80", "key"): 392 - 4 * 12, ("sm80", "value"): 392 + 198 - 4 * 12,
         ("sm90", "key"): 298 - 4 * 12, ("sm90", "value"): 175 + 50 - 4 * 12}
 REST_A_ROW = 12
 WARPGROUP_REST_A_ROW = 97
-BARRIER_BYTES = 2 * 8 * 48  # of a CTA on CC 9.0
+BARRIER_BYTES = 3 * 8 * 48  # of a CTA on CC 9.0
 CONFLICTS = 2.0          # wavefronts of an access in the order of tokens, which no layout can foresee (assumed)
 
 
@@ -119,8 +118,10 @@ class Tile:
 
     @property
     def stage_bytes(self) -> int:
-        """Of a worker: the longest block, its order and p, or a warp's results, which take the block's place."""
-        results = self.n * LOGITS_STRIDE * 4 if self.role == "key" else self.n * self.head_dim * 4 // 2
+        """The longest block, its order and p, or a warp's results, which take the block's place."""
+        results = self.n * 4 * (TILE_TOKENS if self.role == "key" else self.head_dim)
+        if self.role == "value" and self.backend == "sm80":
+            results //= 2  # a warp has two stages at least
         results = results if self.worker_warps == 1 else 0
         block = _aligned(max(self.longest_rows * ROW_BYTES, results))
         return _aligned(block + ORDER_BYTES + self.rows * self.p_row_bytes)

@@ -112,10 +112,10 @@ def product_lines(device: Device, case: Case, measured_us: float | None) -> list
     if chosen.rejected:
         return [*lines, "", f"no plan fits {device.name}"]
     beside = " beside a warpgroup of producers" if tile.backend == "sm90" else ""
+    stages = f"x {chosen.stages} stages a {worker}" if tile.backend == "sm80" else f"and {chosen.stages} stages for all"
     lines += ["", f"(clocks of an SM and tile; within {products.TIE:.0%} the plan with most warps, then stages)",
-              f"-> {chosen.warps} warps ({chosen.warps / 4:g} warpgroups) x {chosen.stages} stages a {worker}, one CTA "
-              f"an SM{beside}; limiter {chosen.limiter}; {chosen.us:.1f} us, of which "
-              f"{products.fixed_us(tile):.1f} for start and end"]
+              f"-> {chosen.warps} warps ({chosen.warps / 4:g} warpgroups) {stages}, one CTA an SM{beside}; "
+              f"limiter {chosen.limiter}; {chosen.us:.1f} us, of which {products.fixed_us(tile):.1f} for start and end"]
     if measured_us is not None:
         lines.append(f"   measured {measured_us:.1f} us: predicted {chosen.us / measured_us - 1:+.0%}")
     else:

@@ -1,9 +1,9 @@
 """The sparse products: workers and stages that a device leaves, and the time they take.
 
-A worker, a warp or (sm90, many query rows) a warpgroup, takes whole tiles through its own ring of stages; all workers
-of an SM share its pipes. sm80 workers fetch for themselves; sm90 workers have a warpgroup of producers beside them,
-which leaves them other registers. A round is a tile for every worker of the device: its data take `memory` to arrive
-and its decoding takes `sm`, so with r rounds
+A worker, a warp or (sm90, many query rows) a warpgroup, takes whole tiles; all workers of an SM share its pipes. sm80
+workers fetch for themselves, each into a ring of stages of its own; sm90 workers share one ring and have a warpgroup of
+producers beside them, which leaves them other registers. A round is a tile for every worker of the device: its data
+take `memory` to arrive and its decoding takes `sm`, so with r rounds
 
     time = FIXED_US + memory + (r - 1) * (memory^p + sm^p)^(1/p) + sm
 
@@ -20,9 +20,14 @@ from profiling.cases import Case
 from profiling.tile_model.counts import Tile
 from profiling.tile_model.device import Device
 
-# Warps that multiply, in fours as schedulers are, and stages of a worker.
+# Warps that multiply, in fours as schedulers are, and stages of a worker of sm80.
 WARPS = (4, 8, 12, 16)
-STAGES = {1: (2, 3), 4: (2, 3, 4, 5, 6, 7, 8)}  # by the warps of a worker
+STAGES = (2, 3)
+
+# The ring of sm90: stages at most, and what there is of them beyond one a worker, as dispatch/heuristics.hpp has it.
+RING_STAGES = 48
+BYTES_AHEAD, MIN_AHEAD, MAX_AHEAD = 32 << 10, 2, 8
+PRODUCERS = (4, 3, 2, 1)
 
 # sm90: registers of a producer's thread, and the most that a worker's gets (setmaxnreg). Warps fetch nothing there, so
 # they do with fewer than the traits count, by warpgroups (sm90/warp_kernels.hpp).
@@ -40,16 +45,16 @@ OVERLAP_POWER = 3.6
 
 # Launch, first offsets and queries, instruction cache, last stores. sm80: what is left of that case's 41.2 us (and 6.7
 # of the 17.5 us at T 4096). sm90: the 6.7 k of 63.4 k clocks without a resident warp (profiling/NOTES.md). sparse_av
-# adds up partial sums in a second kernel, which overlaps the drain: what it takes longer than sparse_qk at T 4096.
+# adds up partial sums, sm80 in a second kernel, which overlaps the drain: what it takes longer than sparse_qk at T 4096.
 FIXED_US = {"sm80": 6.6, "sm90": 3.8}
-COMBINE_US = {"sm80": 2.0, "sm90": 4.1}
+COMBINE_US = {"sm80": 2.0, "sm90": 2.5}
 
-TIE = 0.05  # within which times are equal: the model is no better than that
+TIE = 0.06  # within which times are equal: the model is no better than that
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A layout of the work: one CTA an SM, `warps` warps that multiply, `stages` stages a worker."""
+    """A layout of the work: one CTA an SM, `warps` warps that multiply, `stages` stages a worker (sm90: of all)."""
 
     warps: int
     workers: int
@@ -121,7 +126,7 @@ def candidates(device: Device, case: Case) -> list[Plan]:
         raise ValueError(f"backend sm90 needs compute capability 9.0, {device.name} has "
                          f"{'.'.join(map(str, device.capability))}")
     tile = Tile.of(case)
-    plans = [_plan(device, case, tile, warps, stages) for warps in WARPS for stages in STAGES[tile.worker_warps]]
+    plans = [_plan(device, case, tile, warps, stages) for warps in WARPS for stages in _stages(device, tile, warps)]
     fastest = min((plan.us for plan in plans), default=math.inf)
     # Of equals the one with more warps, then more stages: what the model leaves out is latency, which both hide.
     return sorted(plans, key=lambda p: (bool(p.rejected), p.us > fastest * (1 + TIE), -p.warps, -p.stages))
@@ -139,11 +144,30 @@ def best(device: Device, case: Case) -> Plan:
     return plan
 
 
+def _fixed_bytes(device: Device, tile: Tile, warps: int) -> int:
+    """Of a CTA; the kernel is compiled for the most warps that registers allow."""
+    return tile.fixed_bytes(max((w for w in WARPS if fits_registers(device, tile, w)), default=warps) // 4)
+
+
+def _stages(device: Device, tile: Tile, warps: int) -> tuple[int, ...]:
+    """That are tried: of a worker, or of the ring that all share."""
+    if tile.backend == "sm80":
+        return STAGES
+    workers = warps // tile.worker_warps
+    fit = (device.shared_bytes - _fixed_bytes(device, tile, warps)) // tile.stage_bytes
+    ahead = min(max(math.ceil(BYTES_AHEAD / tile.stage_bytes), 1), MAX_AHEAD)
+    if fit < workers + ahead:
+        return (workers + ahead,)  # to be rejected
+    most = min(RING_STAGES, fit, workers + MAX_AHEAD)
+    usable = [most - most % p for p in PRODUCERS if workers % p == 0]  # producers divide workers and stages
+    return (next((stages for stages in usable if stages >= workers + MIN_AHEAD), usable[-1]),)
+
+
 def _plan(device: Device, case: Case, tile: Tile, warps: int, stages: int) -> Plan:
     registers, workers = registers_there_are(device, tile, warps), warps // tile.worker_warps
-    most = max((w for w in WARPS if fits_registers(device, tile, w)), default=warps)  # that the kernel is compiled for
-    shared = workers * stages * tile.stage_bytes + tile.fixed_bytes(most // 4)
-    in_flight = workers * (stages - 1) * tile.copied_bytes
+    all_stages = workers * stages if tile.backend == "sm80" else stages
+    shared = all_stages * tile.stage_bytes + _fixed_bytes(device, tile, warps)
+    in_flight = (all_stages - workers) * tile.copied_bytes
     needed = device.dram_latency * device.dram_bytes_a_clock
     clocks = clocks_of(device, tile, warps)
     clocks["DRAM"] *= max(1.0, needed / in_flight)  # Little's law

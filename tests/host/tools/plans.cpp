@@ -23,19 +23,20 @@ struct Case {
 template <class Traits>
 void print_plan(Case const& c) {
   // As `limits` in the launchers, which only nvcc compiles: a tile's results take its block's place.
-  constexpr int kKeyBytes = Traits::kN * (format::kTileTokens + 4) * 4, kValueBytes = Traits::kAccumulators * 32 * 4;
+  constexpr int kKeyBytes = Traits::kN * format::kTileTokens * 4, kValueBytes = Traits::kAccumulators * 32 * 4;
   matmul::KernelLimits kernel{};
   if (c.backend == 80) {
     kernel.max_workers = Traits::kMaxWarps;
     kernel.fixed_shared_bytes = Traits::kIsKey ? 0 : 4 * Traits::kMaxWarps;
   } else {
     kernel.max_workers = 4 * (Traits::kRegisters <= 124 ? 4 : Traits::kRegisters <= 168 ? 3 : 2);
-    kernel.fixed_shared_bytes = 896;  // 96 barriers, 16 numbers
+    kernel.fixed_shared_bytes = 1280;  // 144 barriers, 16 numbers
   }
   kernel.worker_warps = 1;
+  kernel.one_ring = c.backend == 90;
   kernel.min_stages = matmul::sm80::kMinStages;
-  kernel.max_stages = matmul::sm80::kMaxStages;
-  kernel.min_block_bytes = Traits::kIsKey ? kKeyBytes : kValueBytes / matmul::sm80::kMinStages;
+  kernel.max_stages = kernel.one_ring ? 48 : matmul::sm80::kMaxStages;
+  kernel.min_block_bytes = Traits::kIsKey ? kKeyBytes : kernel.one_ring ? kValueBytes : kValueBytes / kernel.min_stages;
   dispatch::DeviceLimits device{c.multiprocessors, c.shared_bytes, 9, 0, true};
   auto plan = dispatch::choose_plan(device, kernel, c.n, c.rows, c.longest, matmul::kOrderBytes, c.dense_row_bytes,
                                     c.tiles);
