@@ -127,18 +127,18 @@ def test_sizes_change_without_end(rng):
     assert counter.frame_count <= 8
 
 
-def test_bad_arguments_raise_while_compiling(rng):
+def test_bad_arguments_raise_as_they_do_uncompiled(rng):
     x = make("cpu")
-    for bad in (
-        lambda x: ck.sparse_qk(x.q[..., :-8], x.k),
-        lambda x: ck.sparse_qk(x.q, x.v),
-        lambda x: ck.sparse_qk(x.q, x.k, backend="none"),
-        lambda x: ck.sparse_av(x.q, x.v),
-        lambda x: ck.sparse_attention(x.q.float(), x.k, x.v),
-        lambda x: ck.sparse_attention(x.q, x.k, x.v, num_splits=0),
+    for error, bad in (
+        (ValueError, lambda x: ck.sparse_qk(x.q[..., :-8], x.k)),
+        (ValueError, lambda x: ck.sparse_qk(x.q, x.v)),
+        (ValueError, lambda x: ck.sparse_qk(x.q, x.k, backend="none")),
+        (ValueError, lambda x: ck.sparse_av(x.q, x.v)),
+        (TypeError, lambda x: ck.sparse_attention(x.q.float(), x.k, x.v)),
+        (ValueError, lambda x: ck.sparse_attention(x.q, x.k, x.v, num_splits=0)),
     ):
-        with pytest.raises(Exception, match="must"):
-            torch.compile(bad, backend="eager", fullgraph=True)(x)
+        with pytest.raises(error, match="must"):
+            torch.compile(bad, backend="eager")(x)
 
 
 def test_gradients_stop(rng):
@@ -230,7 +230,7 @@ def test_export(rng):
         def forward(self, q):
             return ck.sparse_attention(q, x.k, x.v)
 
-    program = torch.export.export(Attention(), (x.q,))
+    program = torch.export.export(Attention(), (x.q,), strict=False)
     assert any(node.target is OPS.sparse_attention.default for node in program.graph.nodes)
     assert_close(program.module()(x.q), ck.sparse_attention(x.q, x.k, x.v))
 

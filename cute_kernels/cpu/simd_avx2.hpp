@@ -40,6 +40,7 @@ struct Avx2 {
   static Float load8(const float* p) { return load(p); }
   static void store8(float* p, Float v) { store(p, v); }
   static Float multiply_add(Float a, Float b, Float c) { return _mm256_fmadd_ps(a, b, c); }
+  static Float max(Float a, Float b) { return _mm256_max_ps(a, b); }
   static Float expand(const float* p, uint32_t mask) {
     __m256i place = _mm256_load_si256(reinterpret_cast<const __m256i*>(kExpandTable.place[mask]));
     Float v = _mm256_permutevar8x32_ps(_mm256_loadu_ps(p), place);

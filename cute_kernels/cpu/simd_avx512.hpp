@@ -24,6 +24,7 @@ struct Avx512 {
     _mm256_storeu_ps(p, _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1)));
   }
   static Float multiply_add(Float a, Float b, Float c) { return _mm512_fmadd_ps(a, b, c); }
+  static Float max(Float a, Float b) { return _mm512_max_ps(a, b); }
   static Float expand(const float* p, uint32_t mask) {
     Float v = _mm512_loadu_ps(p);
 #if defined(__GNUC__)

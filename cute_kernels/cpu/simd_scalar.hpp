@@ -39,6 +39,11 @@ struct Scalar {
     for (int i = 0; i < kWidth; ++i) c.at[i] += a.at[i] * b.at[i];
     return c;
   }
+  // a where it is greater, else b: b where a is NaN.
+  static Float max(Float a, Float b) {
+    for (int i = 0; i < kWidth; ++i) b.at[i] = a.at[i] > b.at[i] ? a.at[i] : b.at[i];
+    return b;
+  }
   // The next of p wherever the mask has a bit, 0 elsewhere.
   static Float expand(const float* p, uint32_t mask) {
     Float v;

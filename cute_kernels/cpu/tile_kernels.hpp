@@ -169,7 +169,7 @@ constexpr Kernels make_kernels() {
           make_weights<Simd>,
           multiply_any<Simd, ValueShape>,
           select_row<Simd>,
-          softmax,
+          softmax<Simd>,
           widen<Simd>,
           dense_logits<Simd>,
           dense_values<Simd>,

@@ -111,10 +111,11 @@ def _attend(
         compressed cache count, from the first; None: all.
     num_splits: 0 lets the kernels choose. out, lse: where to put the results, contiguous; None: new tensors.
     """
+    batch, q_heads, q_tokens, _ = q.shape
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if lse is None and return_lse:
-        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+        lse = torch.empty(batch, q_heads, q_tokens, dtype=torch.float32, device=q.device)
     if out.numel() == 0:
         return out, lse
     q = q.resolve_neg()
@@ -130,7 +131,6 @@ def _attend(
             window[0].shape[2],
             _address(window_lengths),
         )
-    batch, q_heads, q_tokens, _ = q.shape
     sequences, lengths = _contiguous(sequences), _contiguous(lengths)
     arguments = (
         keys,

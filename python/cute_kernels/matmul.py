@@ -91,7 +91,8 @@ def _qk(
     out_dtype: torch.dtype,
     backend: str,
 ) -> Tensor:
-    out = torch.empty((*q.shape[:3], tokens), dtype=out_dtype, device=q.device)
+    batch, q_heads, q_tokens, _ = q.shape
+    out = torch.empty(batch, q_heads, q_tokens, tokens, dtype=out_dtype, device=q.device)
     _launch_qk(q, cache, max_tile_rows, scale, resolve(backend, q.device), out)
     return out
 
@@ -141,7 +142,8 @@ def _launch_qk(q: Tensor, cache: Sequence[Tensor], max_tile_rows: int, scale: fl
 def _av(
     p: Tensor, cache: Sequence[Tensor], max_tile_rows: int, head_dim: int, dtype: torch.dtype, backend: str
 ) -> Tensor:
-    out = torch.empty((*p.shape[:3], head_dim), dtype=dtype, device=p.device)
+    batch, q_heads, q_tokens, _ = p.shape
+    out = torch.empty(batch, q_heads, q_tokens, head_dim, dtype=dtype, device=p.device)
     _launch_av(p, cache, max_tile_rows, resolve(backend, p.device), out)
     return out
 

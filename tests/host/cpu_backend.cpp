@@ -1,12 +1,14 @@
 // link: cute_kernels/cpu/layout.cpp
-// What the CPU kernels assume about the format, and their conversions against CUTLASS's.
+// What the CPU kernels assume about the format, their conversions against CUTLASS's, and their softmax.
 #include <cmath>
 #include <random>
 
 #include "check.hpp"
+#include "cute_kernels/cpu/attention_kernels.hpp"
 #include "cute_kernels/cpu/half.hpp"
 #include "cute_kernels/cpu/kernels.hpp"
 #include "cute_kernels/cpu/layout.hpp"
+#include "cute_kernels/cpu/simd_scalar.hpp"
 #include "cute_kernels/cpu/tile_shape.hpp"
 
 using namespace cute_kernels;
@@ -99,9 +101,55 @@ void check_narrowing() {
     }
 }
 
+void check_exp() {
+  for (float x = -86.9f; x <= 0; x += 0.000131f) {
+    double exact = std::exp(static_cast<double>(x));
+    check(std::fabs(exp_of_negative(x) - exact) <= 3e-7 * exact, "exp_of_negative", bits_of_float(x));
+  }
+  check(exp_of_negative(0.f) == 1.f && exp_of_negative(-0.f) == 1.f, "exp of 0");
+  for (float x : {-87.1f, -1e30f, -kInfinity}) check(exp_of_negative(x) == 0.f, "exp of very little");
+  check(std::isnan(exp_of_negative(NAN)), "exp of NaN");
+}
+
+// Tiles one after the other, the first of them hidden.
+void check_softmax() {
+  std::mt19937 random(1);
+  std::normal_distribution<float> normal;
+  for (float spread : {0.f, 1.f, 30.f, 1000.f}) {
+    RunningSoftmax running{-kInfinity, 0.f};
+    double max = -INFINITY, earlier = 0;  // what was added so far, relative to `max`
+    for (int visible : {0, 1, 64, 0, 63, 17, 64}) {
+      float logits[kTokensOfTile];
+      double exact[kTokensOfTile], tile_max = max;
+      for (int i = 0; i < kTokensOfTile; ++i) exact[i] = logits[i] = i < visible ? spread * normal(random) : NAN;
+      for (int i = 0; i < visible; ++i) tile_max = std::fmax(tile_max, exact[i]);
+      const double factor = softmax<Scalar>(logits, visible, &running);
+      check(running.max == tile_max, "the largest logit");
+      if (std::isinf(max)) check(earlier == 0, "nothing to scale");
+      else check(std::fabs(factor - std::exp(max - tile_max)) <= 1e-6, "factor of earlier sums");
+      earlier = std::isinf(max) ? 0 : earlier * std::exp(max - tile_max);
+      max = tile_max;
+      for (int i = 0; i < kTokensOfTile; ++i) {
+        const float below = static_cast<float>(exact[i]) - static_cast<float>(max);  // rounded, as it may be
+        const double weight = i < visible ? std::exp(static_cast<double>(below)) : 0;
+        check(std::fabs(logits[i] - weight) <= 3e-7 * weight + 2e-38, "weight", i, visible);
+        earlier += weight;
+      }
+      check(std::fabs(running.sum - earlier) <= 1e-5 * earlier, "sum of weights", visible);
+    }
+  }
+  float logits[kTokensOfTile];
+  for (float& logit : logits) logit = NAN;
+  RunningSoftmax running{-kInfinity, 0.f};
+  softmax<Scalar>(logits, 64, &running);
+  check(std::isnan(running.sum) && std::isnan(logits[5]), "NaN that is seen");
+}
+
 int main() {
   check_structure();
   check_widening();
   check_narrowing();
+  check_exp();
+  check_softmax();
   return report();
 }
