@@ -1,0 +1,166 @@
+"""The attention function that Transformers calls, and the function that makes its mask.
+
+They are registered under one name, which `SparseKVCache` sets as the model's attention implementation. For every cache
+but a `SparseKVCache`, and without one, they do what "sdpa" does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from cute_kernels.integrations.transformers import _padding
+
+if TYPE_CHECKING:
+    from cute_kernels.integrations.transformers._layer import SparseLayer
+    from cute_kernels.integrations.transformers.cache import SparseKVCache
+
+NAME = "sparse_kv"
+DENSE = "sdpa"  # the model's own attention, for prompts and for other caches
+
+# What some models hand to their attention function, and what it may be where nothing but softmax(q K^T) V is meant.
+_PLAIN = {
+    "softcap": None,
+    "sliding_window": None,
+    "s_aux": None,
+    "position_bias": None,
+    "is_causal": None,
+    "output_attentions": False,
+}
+
+
+_NOT_TENSORS = (
+    "SparseKVCache holds keys and values compressed, but the model's attention function wants them as tensors: its "
+    f"attention implementation is not {NAME!r}. Make the cache of the model's own config, SparseKVCache(model.config, "
+    f"...), after any change of the implementation, or call model.set_attn_implementation({NAME!r})"
+)
+
+
+class KVLength(int):
+    """How many columns keys have, for the mask; tells the mask function the cache that asks."""
+
+    cache: SparseKVCache
+
+    @classmethod
+    def of(cls, length: int, cache: SparseKVCache) -> KVLength:
+        made = cls(length)
+        made.cache = cache
+        return made
+
+
+class NewTokens:
+    """What `SparseLayer.update` returns in place of keys and values: the new ones, and where they belong.
+
+    Only the attention function of this module knows what to do with it; any other stops at its first access.
+    """
+
+    __slots__ = ("keys", "layer", "values")
+
+    def __init__(self, layer: SparseLayer, keys: Tensor, values: Tensor) -> None:
+        self.layer, self.keys, self.values = layer, keys, values
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(_NOT_TENSORS)
+
+    @classmethod
+    def __torch_function__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(_NOT_TENSORS)
+
+
+class Step:
+    """One forward pass of the model with a `SparseKVCache`; stands where the attention mask does."""
+
+    def __init__(
+        self, cache: SparseKVCache, columns: _padding.Columns, dense_mask: Callable[[], Tensor | None]
+    ) -> None:
+        self.cache, self.columns = cache, columns
+        self._make_mask: Callable[[], Tensor | None] | None = dense_mask
+        self._mask: Tensor | None = None
+
+    def dense_mask(self) -> Tensor | None:
+        """The mask of the model's own attention, of the whole batch; made once, by whoever asks first."""
+        if self._make_mask is not None:
+            self._mask, self._make_mask = self._make_mask(), None
+        return self._mask
+
+
+def mask(
+    *, kv_length: int, attention_mask: Tensor | None = None, mask_function: Any = causal_mask_function, **kwargs: Any
+) -> Step | Tensor | None:
+    """Registered as mask function. With a `SparseKVCache`: what its layers need to know of the pass."""
+
+    def dense() -> Tensor | None:
+        return ALL_MASK_ATTENTION_FUNCTIONS[DENSE](
+            kv_length=int(kv_length), attention_mask=attention_mask, mask_function=mask_function, **kwargs
+        )
+
+    if not isinstance(kv_length, KVLength):
+        return dense()
+    if mask_function is not causal_mask_function:
+        raise ValueError(
+            "SparseKVCache serves plain causal attention; the model asks for another mask "
+            f"({getattr(mask_function, '__qualname__', mask_function)})"
+        )
+    return Step(kv_length.cache, kv_length.cache.arrive(int(kv_length), attention_mask), dense)
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor | NewTokens,
+    value: Tensor | NewTokens,
+    attention_mask: Step | Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Any]:
+    """Registered as attention function. query (B, Hq, Sq, D); returns ((B, Sq, Hq, D), None)."""
+    if type(key) is not NewTokens:
+        if isinstance(attention_mask, Step):
+            raise RuntimeError(
+                f"{type(module).__name__} attends to keys that are not in the SparseKVCache, which the "
+                "cache does not serve"
+            )
+        return dense_attention(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+    if type(attention_mask) is not Step:
+        raise ValueError(
+            "SparseKVCache takes padding from a 2-dimensional attention_mask and makes causal masks "
+            f"itself; got a ready mask ({_describe(attention_mask)})"
+        )
+    if dropout:
+        raise ValueError(f"attention over a SparseKVCache has no dropout, got {dropout}; call model.eval()")
+    for name, plain in _PLAIN.items():
+        if (found := kwargs.get(name)) is not None and found is not plain:
+            _check_option(name, found)
+    if not getattr(module, "is_causal", True):
+        raise ValueError(f"{type(module).__name__} is not causal, which SparseKVCache does not serve")
+    return key.layer.attend(module, query, key.keys, key.values, attention_mask, scaling), None
+
+
+def dense_attention(
+    module: nn.Module, query: Tensor, key: Any, value: Any, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, Any]:
+    function: Callable[..., tuple[Tensor, Any]] = ALL_ATTENTION_FUNCTIONS[DENSE]
+    return function(module, query, key, value, attention_mask, **kwargs)
+
+
+def _check_option(name: str, found: Any) -> None:
+    if name == "is_causal" and found is True:
+        return
+    raise ValueError(
+        f"attention over a SparseKVCache is softmax(scale q K^T) V alone; the model passes {name}={_describe(found)}"
+    )
+
+
+def _describe(found: Any) -> str:
+    shape = getattr(found, "shape", None)
+    return repr(found) if shape is None else f"a tensor of shape {tuple(shape)}"
+
+
+AttentionInterface.register(NAME, attention)
+AttentionMaskInterface.register(NAME, mask)

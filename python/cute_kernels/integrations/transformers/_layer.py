@@ -1,0 +1,254 @@
+"""One layer of a `SparseKVCache`: what Transformers asks of a cache layer, on a `KVCache`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import CacheLayerMixin
+
+from cute_kernels.integrations.transformers import _support
+from cute_kernels.integrations.transformers._attention import NewTokens, Step, dense_attention
+from cute_kernels.integrations.transformers._padding import Columns
+from cute_kernels.kv_cache import KVCache
+
+# New tokens on a cache that is not empty: up to so many, and no more than the dense window, go in first and attend to
+# everything through the compressed cache, in few passes over it. More of them (a next turn's prompt, a chunk of one)
+# attend through the model's own attention to a decompressed copy, sequence by sequence.
+DIRECT_TOKENS = 32
+HEADROOM = 256  # tokens a sequence, at least, that a cache without a fixed capacity has room for beyond those it holds
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How every layer keeps its tokens."""
+
+    options: dict[str, Any]  # of KVCache: sparsity, keep, key_keep, value_keep, window
+    window: int
+    capacity: int | None  # tokens a sequence may have, with memory for all of them from the start; None: grows
+    dtype: torch.dtype | None
+    backend: str
+
+
+class SparseLayer(CacheLayerMixin):
+    """Keys and values of one layer; seen: columns so far, padding included."""
+
+    is_compileable = False
+    is_sliding = False
+    is_croppable = True
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__()
+        self.settings = settings
+        self.kv: KVCache | None = None
+        self.seen = 0
+        self._room = 0  # tokens a sequence
+        self._made_for: tuple[Any, ...] = ()
+
+    # ---- What Transformers calls ------------------------------------------------------------------------------------
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Does nothing: memory is taken when the first tokens come, for as many as there are."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """The new keys and values (B, Hkv, n, D), marked for the attention function, which stores them."""
+        new = NewTokens(self, key_states, value_states)
+        return new, new
+
+    def get_seq_length(self) -> int:
+        return self.seen
+
+    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
+        # Transformers before 5.2 hands over the positions of the queries rather than their number.
+        new = query_length if isinstance(query_length, int) else query_length.shape[0]
+        return self.seen + new, 0
+
+    def get_max_length(self) -> int:
+        return self.settings.capacity or -1
+
+    def get_max_cache_shape(self) -> int:  # the name of get_max_length before Transformers 5.10
+        return self.get_max_length()
+
+    @property
+    def batch_size(self) -> int:
+        return -1 if self.kv is None else self.kv.batch
+
+    def reset(self) -> None:
+        self.seen = 0
+        if self.kv is not None:
+            self.kv.reset()
+
+    def reorder_cache(self, beam_idx: list[int] | Tensor) -> None:
+        if self.seen:
+            self._filled.reorder(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.seen:
+            self._fit(repeats * self._filled.batch)
+            self._filled.repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: list[int] | Tensor) -> None:
+        if self.seen:
+            self._fit(len(indices))
+            self._filled.select(indices)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        raise NotImplementedError("crop the SparseKVCache, not a layer of it: layers do not know the padding")
+
+    def offload(self) -> None:
+        raise NotImplementedError("SparseKVCache does not move to the CPU: offloaded caches are not supported")
+
+    prefetch = offload
+
+    # ---- What the cache calls ---------------------------------------------------------------------------------------
+
+    def reserve(self, columns: int) -> None:
+        """Memory for so many more columns, taken now."""
+        if self.kv is None:
+            raise RuntimeError("there are no tokens yet that more could follow: run the prompt before reserve")
+        self._grow(self.kv, self.seen + columns)
+        self.kv.reserve(columns)
+
+    def cut(self, columns: int, seen: int, lengths: list[int] | None) -> None:
+        """Drops the newest columns, which leaves `seen` of them and of each row `lengths` tokens; None: drops as many
+        tokens."""
+        if self.kv is not None:
+            self.kv.crop(-columns if lengths is None else lengths)
+        self.seen = seen
+
+    # ---- What the attention function calls --------------------------------------------------------------------------
+
+    def attend(
+        self, module: nn.Module, query: Tensor, keys: Tensor, values: Tensor, step: Step, scaling: float | None
+    ) -> Tensor:
+        """Stores the new tokens and attends to all; query (B, Hq, n, D), keys and values (B, Hkv, n, D)
+        -> (B, n, Hq, D) of query's dtype."""
+        columns = step.columns
+        if self.seen != columns.seen:
+            raise RuntimeError(
+                f"layer {getattr(module, 'layer_idx', '?')} of the SparseKVCache has seen {self.seen} "
+                f"columns, the pass starts at {columns.seen}: an earlier pass failed; reset() the cache"
+            )
+        step.cache.begin(columns)
+        capacity = self.settings.capacity
+        if capacity is not None and columns.seen + columns.new > capacity:
+            raise ValueError(f"{columns.seen + columns.new} tokens exceed capacity = {capacity} of the SparseKVCache")
+        first = self.seen == 0
+        kv = self._start(keys, values, columns.new) if first else self._continue(keys, columns)
+        if first and columns.left_padded:
+            out = self._prefill(kv, module, query, keys, values, step, scaling)
+        elif columns.fresh is None and (columns.new == 1 or columns.new <= min(self.settings.window, DIRECT_TOKENS)):
+            out = self._step(kv, query, keys, values, scaling)
+        else:
+            out = self._extend(kv, module, query, keys, values, columns.fresh, scaling)
+        self.seen += columns.new
+        return out
+
+    def _step(self, kv: KVCache, query: Tensor, keys: Tensor, values: Tensor, scaling: float | None) -> Tensor:
+        kv.append(keys.to(kv.dtype), values.to(kv.dtype))
+        out = kv.attend(query.to(kv.dtype), scale=scaling, backend=self.settings.backend)
+        assert isinstance(out, Tensor)
+        return out.to(query.dtype).transpose(1, 2)
+
+    def _prefill(
+        self,
+        kv: KVCache,
+        module: nn.Module,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        step: Step,
+        scaling: float | None,
+    ) -> Tensor:
+        lengths = step.columns.counts()
+        mask = None if lengths is None else step.dense_mask()
+        out = dense_attention(module, query, keys, values, mask, scaling=scaling)[0]
+        kv.prefill(keys.to(kv.dtype), values.to(kv.dtype), lengths=lengths)
+        return out
+
+    def _extend(
+        self,
+        kv: KVCache,
+        module: nn.Module,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        fresh: Tensor | None,
+        scaling: float | None,
+    ) -> Tensor:
+        """Sequence by sequence: the model's own attention to a decompressed copy of what is cached, and the new."""
+        batch, heads, new, head_dim = query.shape
+        out = query.new_zeros(batch, new, heads, head_dim)
+        if not kv.batch:  # a first pass that is not padded on the left
+            kv.prefill(*(x[:, :, :0].to(kv.dtype) for x in (keys, values)))
+        for row in range(batch):
+            index = slice(None) if fresh is None else fresh[row].nonzero().flatten().to(query.device)
+            q, k, v = (x[row : row + 1, :, index] for x in (query, keys, values))
+            if not q.shape[2]:
+                continue
+            old_k, old_v = (old.to(q.dtype)[None] for old in kv.dense(row))
+            mask, cached = None, old_k.shape[2]
+            if cached:
+                mask = q.new_ones(1, 1, q.shape[2], cached + q.shape[2], dtype=torch.bool).tril(cached)
+            every_k, every_v = torch.cat([old_k, k], dim=2), torch.cat([old_v, v], dim=2)
+            out[row, index] = dense_attention(module, q, every_k, every_v, mask, scaling=scaling)[0][0]
+            if fresh is not None:
+                kv.append(k.to(kv.dtype), v.to(kv.dtype), sequences=[row])
+        if fresh is None:
+            kv.append(keys.to(kv.dtype), values.to(kv.dtype))
+        return out
+
+    # ---- Memory ------------------------------------------------------------------------------------------------------
+
+    @property
+    def _filled(self) -> KVCache:
+        assert self.kv is not None, "there are columns without a cache"
+        return self.kv
+
+    def _start(self, keys: Tensor, values: Tensor, columns: int) -> KVCache:
+        """A KVCache for these tokens: heads are counted here, a tensor parallel model has only some of the config's."""
+        if keys.shape != values.shape:
+            raise ValueError(
+                f"keys and values must be alike in shape, got {tuple(keys.shape)} and {tuple(values.shape)}"
+            )
+        batch, kv_heads, _, head_dim = keys.shape
+        dtype = _support.storage_dtype(self.settings.dtype, keys.dtype)
+        made_for = (batch, kv_heads, head_dim, dtype, keys.device)
+        if self.kv is not None and self._made_for == made_for and columns <= self._room:
+            return self.kv  # after reset()
+        self.kv = None  # frees its memory before more is taken
+        self._made_for, self._room = made_for, self.settings.capacity or columns + max(HEADROOM, columns // 8)
+        self.kv = KVCache(
+            max_batch=batch,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            dtype=dtype,
+            capacity=self._room,
+            device=keys.device,
+            **self.settings.options,
+        )
+        return self.kv
+
+    def _continue(self, keys: Tensor, columns: Columns) -> KVCache:
+        """The KVCache, with room for the columns and without the tokens that no longer count."""
+        kv = self._filled
+        if keys.shape[0] != kv.batch:
+            raise ValueError(
+                f"the cache holds {kv.batch} sequences, got keys of {keys.shape[0]}; "
+                "use another SparseKVCache or reset() this one"
+            )
+        if columns.keep is not None:
+            kv.crop(columns.keep)
+        self._grow(kv, columns.seen + columns.new)
+        return kv
+
+    def _fit(self, batch: int) -> None:
+        if batch > self._filled.max_batch:
+            self._filled.grow(max_batch=batch)
+
+    def _grow(self, kv: KVCache, columns: int) -> None:
+        if columns > self._room and self.settings.capacity is None:
+            self._room = columns + max(HEADROOM, columns // 4)
+            kv.grow(capacity=self._room)

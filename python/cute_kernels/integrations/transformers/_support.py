@@ -1,0 +1,195 @@
+"""Which Transformers, models and layers the cache serves; everything else is refused before the first token."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+
+from cute_kernels import _checks
+from cute_kernels._backends import BACKENDS
+from cute_kernels._extension import _C
+
+OLDEST, NEWEST = (5, 0), (5, 17)  # both ends are tested
+
+
+def check_version() -> None:
+    """Raises ImportError where Transformers is missing or too old; warns of one newer than any tested."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise ImportError(
+            f"cute_kernels.integrations.transformers needs Transformers ({error}): pip install "
+            "'cute-kernels[transformers]'"
+        ) from None
+    found = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+    if found < OLDEST:
+        raise ImportError(
+            f"cute_kernels.integrations.transformers serves Transformers {_text(OLDEST)} to "
+            f"{_text(NEWEST)}, found {transformers.__version__}"
+        )
+    if found > NEWEST:
+        warnings.warn(
+            f"cute_kernels.integrations.transformers was tested with Transformers {_text(OLDEST)} to "
+            f"{_text(NEWEST)}, found {transformers.__version__}",
+            stacklevel=3,
+        )
+
+
+def decoder_config(source: Any) -> Any:
+    """The config of the decoder's layers, of a model or its config; the object itself, so that it can be switched."""
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    if isinstance(source, PreTrainedModel):
+        check_model(source)
+        source = source.config
+    if not isinstance(source, PreTrainedConfig):
+        raise TypeError(f"config must be a Transformers config (model.config) or model, got {type(source).__name__}")
+    if source.is_encoder_decoder:
+        raise ValueError(f"{source.model_type} is an encoder-decoder model; SparseKVCache serves decoder-only models")
+    return source.get_text_config(decoder=True)
+
+
+def check_model(model: Any) -> None:
+    """Raises ValueError for a model whose attention cannot be replaced, or that is where there are no kernels."""
+    if not getattr(model, "_supports_attention_backend", False):
+        raise ValueError(
+            f"{type(model).__name__} does not choose its attention function by "
+            "config._attn_implementation, so it cannot attend to a compressed cache"
+        )
+    others = sorted({parameter.device.type for parameter in model.parameters()} - {"cpu", "cuda", "meta"})
+    if others:
+        raise ValueError(
+            f"SparseKVCache serves models on cpu and cuda devices, {type(model).__name__} is on {', '.join(others)}"
+        )
+
+
+def check_layers(config: Any) -> int:
+    """The number of layers that keep keys and values; raises ValueError unless all of them attend to all tokens."""
+    from transformers import cache_utils
+
+    if hasattr(cache_utils, "get_layer_types_and_kwargs"):
+        types = list(cache_utils.get_layer_types_and_kwargs(config)[0])
+    else:
+        types = _layer_types(config)
+    others = {name: [i for i, found in enumerate(types) if found == name] for name in dict.fromkeys(types)}
+    others.pop("full_attention", None)
+    if others:
+        listed = "; ".join(f"{name}: layers {_ranges(layers)}" for name, layers in others.items())
+        raise ValueError(
+            f"SparseKVCache serves layers of full attention only; {config.model_type} has {listed}"
+            + (f" (sliding_window={config.sliding_window})" if _slides(types) else "")
+        )
+    if getattr(config, "num_kv_shared_layers", None):
+        raise ValueError(
+            f"{config.model_type} shares keys and values between layers "
+            f"(num_kv_shared_layers={config.num_kv_shared_layers}), which SparseKVCache does not serve"
+        )
+    return len(types)
+
+
+def check_attention(config: Any) -> int:
+    """The head dim; raises ValueError for attention that is not softmax(scale * q K^T) V of heads alike."""
+    softcap = getattr(config, "attn_logit_softcapping", None)
+    if softcap is not None:
+        raise ValueError(
+            f"{config.model_type} caps its attention logits (attn_logit_softcapping={softcap}), which "
+            "sparse attention does not"
+        )
+    if getattr(config, "kv_lora_rank", None) is not None:
+        raise ValueError(
+            f"{config.model_type} has latent attention (kv_lora_rank={config.kv_lora_rank}): keys and "
+            "values differ in size, which SparseKVCache does not serve"
+        )
+    if not getattr(config, "is_causal", True):
+        raise ValueError(f"{config.model_type} is configured with is_causal=False; a cache needs causal attention")
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if not 0 < head_dim <= max(_C.format.HEAD_DIMS) or head_dim % 8:
+        raise ValueError(f"head_dim must be a multiple of 8, from 8 to {max(_C.format.HEAD_DIMS)}, got {head_dim}")
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise ValueError(f"num_attention_heads must be a multiple of num_key_value_heads, got {heads} and {kv_heads}")
+    return head_dim
+
+
+def check_options(
+    head_dim: int, sparsity: Any, keep: Any, key_keep: Any, value_keep: Any, window: Any, capacity: Any, backend: Any
+) -> None:
+    """What KVCache would raise once the first tokens come."""
+    _checks.kept_elements(head_dim, sparsity, keep)
+    for name, value in (("key_keep", key_keep), ("value_keep", value_keep)):
+        _checks.kept_elements(head_dim, None, value, name)
+    if _checks.integer(window, "window") < 0:
+        raise ValueError(f"window must be at least 0, got {window}")
+    if capacity is not None and _checks.integer(capacity, "capacity") < 1:
+        raise ValueError(f"capacity must be at least 1, got {capacity}")
+    if not isinstance(backend, str):
+        raise TypeError(f"backend must be a str, got {type(backend).__name__}")
+    if backend not in ("auto", *BACKENDS):
+        raise ValueError(f"backend must be one of {', '.join(map(repr, ('auto', *BACKENDS)))}, got {backend!r}")
+
+
+def cache_dtype(dtype: Any, model_dtype: torch.dtype | None) -> torch.dtype | None:
+    """What keys and values are stored in; None: as they come."""
+    if dtype is None:
+        if model_dtype is not None and model_dtype not in _checks.CACHE_DTYPES:
+            raise ValueError(_wants_16_bits(model_dtype))
+        return None
+    if dtype not in _checks.CACHE_DTYPES:
+        raise TypeError(f"dtype must be float16 or bfloat16, got {_checks.dtype_name(dtype)}")
+    return dtype
+
+
+def storage_dtype(dtype: torch.dtype | None, found: torch.dtype) -> torch.dtype:
+    """What keys of dtype `found` are stored in, where the cache was asked for `dtype`."""
+    if found in _checks.CACHE_DTYPES:
+        if dtype is not None and dtype != found:
+            raise ValueError(
+                f"the cache was asked to store {_checks.dtype_name(dtype)}, the model computes in "
+                f"{_checks.dtype_name(found)}: leave out dtype or cast the model"
+            )
+        return found
+    if dtype is None or found != torch.float32:
+        raise ValueError(_wants_16_bits(found))
+    return dtype
+
+
+def _wants_16_bits(found: torch.dtype) -> str:
+    return (
+        f"the cache stores float16 or bfloat16, the model computes in {_checks.dtype_name(found)}: load it with "
+        "dtype=torch.bfloat16, or pass SparseKVCache(..., dtype=torch.float16 or torch.bfloat16) to have keys, "
+        "values and queries rounded"
+    )
+
+
+def _layer_types(config: Any) -> list[str]:
+    """Transformers before 5.10 has no function for it."""
+    types = getattr(config, "layer_types", None)
+    if types is not None:
+        return list(types)
+    if getattr(config, "sliding_window", None) is not None:
+        return ["sliding_attention"] * config.num_hidden_layers
+    if getattr(config, "attention_chunk_size", None) is not None:
+        return ["chunked_attention"] * config.num_hidden_layers
+    return ["full_attention"] * config.num_hidden_layers
+
+
+def _slides(types: list[str]) -> bool:
+    return any("sliding" in name for name in types)
+
+
+def _ranges(numbers: list[int]) -> str:
+    """As "0-3, 7"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def _text(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))

@@ -1,0 +1,180 @@
+"""`SparseKVCache`: what a user passes to generate()."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache
+
+from cute_kernels.integrations.transformers import _padding, _support
+from cute_kernels.integrations.transformers._attention import DENSE, NAME, KVLength
+from cute_kernels.integrations.transformers._layer import Settings, SparseLayer
+
+
+class SparseKVCache(Cache):
+    """A KV cache for `generate` whose older tokens are pruned, stored as bitmaps and packed nonzeros.
+
+        model.generate(**inputs, past_key_values=SparseKVCache(model.config, sparsity=0.7))
+
+    Prompts run through the model's own attention ("sdpa") on dense keys and values and are compressed behind it, layer
+    by layer; new tokens attend to the compressed cache and a dense window of the newest tokens. Padding on the left
+    never enters the cache. Beams, several returned sequences, further turns on the same cache, `prefill_chunk_size` and
+    prompt lookup work as with Transformers' DynamicCache. A prompt on a cache that is not empty attends to the pruned
+    tokens.
+
+    config: the model's own config, `model.config`, or the model. Its attention implementation, which must be "sdpa",
+        is switched to "sparse_kv"; for all other caches, and without one, that is the same as "sdpa".
+    sparsity, keep, key_keep, value_keep: as `cute_kernels.prune` and `KVCache` take them: the share of each token's
+        channels to drop, or the number to keep, alike for keys and values or apart. With keep = head_dim nothing is
+        lost.
+    window: so many newest tokens stay dense at least.
+    capacity: tokens a sequence may have, prompt and answer; memory for so many is taken at once. None: memory grows
+        with the tokens.
+    dtype: for models that compute in float32: store float16 or bfloat16, to which keys, values and queries are rounded.
+        None: as the model computes, which must be float16 or bfloat16 then.
+    backend: of `KVCache.attend`.
+
+    Raises TypeError and ValueError here for what the config tells: layers with a sliding window or another kind of
+    attention, logit soft-capping, keys and values shared between layers, encoder-decoder models, a float32 model, an
+    attention implementation other than "sdpa". What only the tensors tell, such as the dtype of a model that was cast,
+    is checked with the first tokens.
+
+    The method is that of Mustafar (arXiv 2505.22913): per-token magnitude pruning of keys and values.
+    """
+
+    layers: list[SparseLayer]  # type: ignore[assignment]  # of one kind only
+
+    def __init__(
+        self,
+        config: PreTrainedConfig | PreTrainedModel,
+        *,
+        sparsity: float | None = None,
+        keep: int | None = None,
+        key_keep: int | None = None,
+        value_keep: int | None = None,
+        window: int = 32,
+        capacity: int | None = None,
+        dtype: torch.dtype | None = None,
+        backend: str = "auto",
+    ) -> None:
+        decoder = _support.decoder_config(config)
+        layers = _support.check_layers(decoder)
+        head_dim = _support.check_attention(decoder)
+        model_dtype = config.dtype if isinstance(config, PreTrainedModel) else decoder.dtype
+        _support.check_options(head_dim, sparsity, keep, key_keep, value_keep, window, capacity, backend)
+        options = {"sparsity": sparsity, "keep": keep, "key_keep": key_keep, "value_keep": value_keep, "window": window}
+        settings = Settings(options, window, capacity, _support.cache_dtype(dtype, model_dtype), backend)
+        super().__init__(layers=[SparseLayer(settings) for _ in range(layers)])
+        self._valid: Tensor | None = None  # which columns are tokens: _padding.Columns.valid
+        _switch(decoder)
+
+    # ---- What the mask and attention functions call -----------------------------------------------------------------
+
+    def arrive(self, columns: int, mask: Tensor | None) -> _padding.Columns:
+        """What a pass brings after which there are so many columns, with a mask (B, columns) bool or None."""
+        seen = self.get_seq_length()
+        return _padding.arrive(self._valid, mask, seen, columns - seen)
+
+    def begin(self, columns: _padding.Columns) -> None:
+        """The pass has come to its attention."""
+        self._valid = columns.valid
+
+    # ---- What generate() and the model call --------------------------------------------------------------------------
+
+    def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int) -> tuple[int, int]:
+        length, offset = self._layer(layer_idx).get_mask_sizes(query_length)
+        return KVLength.of(length, self), offset
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
+        return self._layer(layer_idx).update(key_states, value_states)
+
+    def _layer(self, layer_idx: int) -> SparseLayer:
+        if layer_idx >= len(self.layers):
+            raise ValueError(f"the cache was made for a model of {len(self.layers)} layers, got layer_idx {layer_idx}")
+        return self.layers[layer_idx]
+
+    def early_initialization(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError(
+            "SparseKVCache takes memory with the first tokens; it cannot be exported or compiled as a static cache"
+        )
+
+    def reset(self) -> None:
+        """No tokens any more; memory stays."""
+        super().reset()
+        self._valid = None
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        rows = beam_idx.tolist()  # once, not in every layer
+        for layer in self.layers:
+            layer.reorder_cache(rows)
+        if self._valid is not None:
+            self._valid = self._valid.index_select(0, beam_idx.to(self._valid.device))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        if self._valid is not None:
+            self._valid = self._valid.repeat_interleave(repeats, dim=0)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if indices.dtype == torch.bool:
+            indices = indices.nonzero().flatten()
+        rows = indices.tolist()
+        for layer in self.layers:
+            layer.batch_select_indices(rows)
+        if self._valid is not None:
+            self._valid = self._valid[indices.to(self._valid.device)]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Removes the newest columns: so many if negative; if positive, all but so many, as Transformers up to 5.17 has
+        it; 0: none. Tokens of a tile that is cut are dense again, but stay pruned."""
+        tokens_to_remove = int(tokens_to_remove)  # prompt lookup hands over a tensor
+        seen = self.get_seq_length()
+        left = min(seen, tokens_to_remove) if tokens_to_remove > 0 else max(0, seen + tokens_to_remove)
+        if left == seen:
+            return
+        known = self._valid is not None and left < self._valid.shape[1]
+        lengths = _padding.tokens_until(self._valid, left) if known else None
+        for layer in self.layers:
+            layer.cut(seen - left, left, lengths)
+        if self._valid is not None:
+            self._valid = self._valid[:, :left]
+
+    # ---- CUDA graphs -------------------------------------------------------------------------------------------------
+
+    def reserve(self, columns: int) -> None:
+        """Takes memory for so many more tokens of every sequence, so that passes can be captured in a CUDA graph.
+
+        A captured pass of one token a sequence, without attention_mask and with position_ids that the caller steps,
+        appends a token at every replay; tell the cache by `advance`. Padding that came before stays out, as ever.
+        """
+        for layer in self.layers:
+            layer.reserve(columns)
+
+    def advance(self, columns: int) -> None:
+        """Replays of captured passes have appended so many columns, the capture itself not counted."""
+        for layer in self.layers:
+            layer.seen += columns
+
+    # ---- What it holds ----------------------------------------------------------------------------------------------
+
+    def nbytes(self) -> int:
+        """All memory the layers hold, bytes."""
+        return sum(layer.kv.nbytes() for layer in self.layers if layer.kv is not None)
+
+
+def _switch(config: Any) -> None:
+    """Sets the attention implementation; raises ValueError where that would change the model's own attention."""
+    found = config._attn_implementation
+    if found == NAME:
+        return
+    if found not in (DENSE, None):
+        raise ValueError(
+            f"SparseKVCache runs prompts through {DENSE!r} attention, the model has {found!r}: load it "
+            f"with attn_implementation={DENSE!r}"
+        )
+    config._attn_implementation = NAME
