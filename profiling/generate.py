@@ -1,0 +1,228 @@
+"""Generates with a dense and with a compressed KV cache: python -m profiling.generate [--help].
+
+Exit status: 0 all measured, 1 the device failed, 2 wrong arguments or something is missing, 130 interrupted (the rows
+finished so far are written).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+# Dense caches grow by a token at a time: without this their memory falls to pieces, and less of it fits.
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+
+import torch
+
+from profiling import ROOT
+from profiling.environment import environment
+from profiling.generation import measure, models, rows
+from profiling.generation.measure import Side
+from profiling.generation.rows import Row
+from profiling.progress import Progress
+
+EXIT_OK, EXIT_FAILED, EXIT_MISSING, EXIT_INTERRUPTED = 0, 1, 2, 130
+RESULTS, SCRATCH = ROOT / "profiling" / "results", ROOT / "build" / "generate"
+PROMPT, NEW_TOKENS, BATCHES, SPARSITY, WINDOW = 4096, 512, "1,8,max", 0.7, 32
+QUICK = {"prompt": 200, "new": 24, "batch": "1,2"}
+
+DESCRIPTION = """\
+Generate with Transformers, greedily, from random prompts, and measure the time to the first token, tokens a second,
+memory, and the largest batch that fits: with a dense cache (sdpa attention, DynamicCache) and with a SparseKVCache on
+the same model. Random weights have the true size, so that speed and memory are real without a download; what they
+write is not."""
+
+EPILOG = """\
+random configs: {configs}
+
+--batch max is the largest batch that fits, found from the peak memory of two smaller ones (of --batch, else 1 and 2)
+and tried; where it does not fit, batches of 5 % less each. Every cache has its own. It needs a GPU.
+
+Files: generate.csv, generate.json, generate.md. A complete run of the defaults writes to profiling/results/DEVICE/,
+everything else to build/generate/DEVICE/; --out DIR overrides both. They are written after every row."""
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    epilog = EPILOG.format(configs=", ".join(models.RANDOM_CONFIGS))
+    parser = argparse.ArgumentParser(prog="python -m profiling.generate", description=DESCRIPTION, epilog=epilog,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--model", type=Path, metavar="DIR", help="folder of a model, as save_pretrained writes it")
+    source.add_argument("--random-config", choices=models.RANDOM_CONFIGS, metavar="NAME",
+                        help="shape of a model with random weights (default: llama3-8b; without a GPU or with --quick "
+                             "tiny)")
+    add("--prompt", type=_positive, metavar="N", help=f"tokens of each prompt (default: {PROMPT})")
+    add("--new", type=_at_least_3, metavar="N", help=f"new tokens of each sequence (default: {NEW_TOKENS})")
+    add("--batch", type=_batches, metavar="LIST", help=f"sequences, or max (default: {BATCHES}; without a GPU 1,2)")
+    add("--side", action="append", choices=measure.SIDES,
+        help="what to measure, may be repeated (default: dense, sparse); -graph: steps as replays of a CUDA graph, "
+             "with a StaticCache or a SparseKVCache")
+    add("--sparsity", type=float, metavar="S", help=f"share of channels pruned (default: {SPARSITY})")
+    add("--key-keep", type=_positive, metavar="N", help="channels kept of keys, in place of --sparsity")
+    add("--value-keep", type=_positive, metavar="N", help="channels kept of values, in place of --sparsity")
+    add("--window", type=int, default=WINDOW, metavar="N", help=f"newest tokens kept dense (default: {WINDOW})")
+    add("--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="(default: %(default)s)")
+    add("--device", choices=("cpu", "cuda"), help="(default: cuda if there is one)")
+    add("--seed", type=int, default=0, metavar="N", help="of weights and prompts (default: 0)")
+    add("--quick", action="store_true", help="a tiny model and short texts: a smoke test, no figures to quote")
+    add("--out", type=Path, metavar="DIR", help="folder for the files (default: see below)")
+    args = parser.parse_args(arguments)
+    if (args.key_keep is None) != (args.value_keep is None):
+        parser.error("--key-keep and --value-keep come together")
+    if args.sparsity is not None and args.key_keep is not None:
+        parser.error("give --sparsity or --key-keep and --value-keep, not both")
+    if args.sparsity is not None and not 0 <= args.sparsity < 1:
+        parser.error(f"--sparsity must be at least 0 and below 1, got {args.sparsity}")
+    args.defaults = not any((args.model, args.random_config, args.prompt, args.new, args.batch, args.side,
+                             args.sparsity is not None, args.key_keep, args.quick, args.dtype != "bfloat16",
+                             args.window != WINDOW, args.seed))
+    return _complete(args, parser)
+
+
+def _complete(args: argparse.Namespace, parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Fills in what depends on the device."""
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: no CUDA device")
+    args.device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    on_cpu = args.device.type == "cpu"
+    args.defaults &= not on_cpu
+    small = args.quick or on_cpu
+    args.random_config = args.random_config or ("tiny" if small else "llama3-8b")
+    args.prompt = args.prompt or (QUICK["prompt"] if small else PROMPT)
+    args.new = args.new or (QUICK["new"] if small else NEW_TOKENS)
+    args.batch = args.batch or _batches(QUICK["batch"] if small else BATCHES)
+    if "max" in args.batch and on_cpu:
+        parser.error("--batch max needs a GPU: a CPU's memory is the system's")
+    if on_cpu and any(side.endswith("-graph") for side in args.side or ()):
+        parser.error(f"--side {' '.join(args.side)}: CUDA graphs need a GPU")
+    if args.model is not None and not (args.model / "config.json").is_file():
+        parser.error(f"--model {args.model}: no config.json there")
+    args.side = list(dict.fromkeys(args.side or ("dense", "sparse")))
+    if args.sparsity is None and args.key_keep is None:
+        args.sparsity = SPARSITY
+    return args
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = parse(arguments)
+    try:
+        import transformers
+        from cute_kernels.integrations.transformers import SparseKVCache  # noqa: F401
+    except ImportError as error:
+        print(f"python -m profiling.generate: {error}", file=sys.stderr)
+        return EXIT_MISSING
+    transformers.logging.set_verbosity_error()
+    env = environment(args.device)
+    folder = args.out or (RESULTS if args.defaults else SCRATCH) / env.slug
+    folder.mkdir(parents=True, exist_ok=True)  # fails now rather than after the measurements
+    try:
+        model = models.load(args.model, args.random_config, getattr(torch, args.dtype), args.device, args.seed)
+    except (OSError, ValueError) as error:
+        print(f"python -m profiling.generate: {error}", file=sys.stderr)
+        return EXIT_MISSING
+    done: list[Row] = []
+    status = EXIT_OK
+    try:
+        with Progress(len(args.side) * len(args.batch)) as progress:
+            for row in _rows(args, model, env, progress):
+                done.append(row)
+                rows.write(done, folder)
+    except KeyboardInterrupt:
+        print(f"interrupted: kept the {len(done)} rows measured so far", file=sys.stderr)
+        status = EXIT_INTERRUPTED
+    except (ValueError, RuntimeError) as error:  # an unsupported model; a device that failed
+        print(f"python -m profiling.generate: {error}", file=sys.stderr)
+        status = EXIT_FAILED
+    if done:
+        paths = rows.write(done, folder)
+        print(rows.terminal(done), "wrote " + ", ".join(map(str, paths)), sep="\n", flush=True)
+    return status
+
+
+def _rows(args: argparse.Namespace, model: Any, env: Any, progress: Progress) -> Iterator[Row]:
+    """Smaller batches first: they tell how much memory a sequence takes."""
+    for name in args.side:
+        side = Side(name, args.sparsity, args.key_keep, args.value_keep, args.window)
+        peaks: dict[int, int] = {}
+        for batch in sorted(args.batch, key=lambda size: (size == "max", size if size != "max" else 0)):
+            progress.start(f"{name}, batch {batch}")
+            if batch != "max":
+                result = measure.run(model, side, batch, args.prompt, args.new, args.seed)
+                if result.peak_bytes is not None:
+                    peaks[batch] = result.peak_bytes
+                row = _row(args, model, env, side, batch, False, result)
+            else:
+                for probe in (1, 2):
+                    if len(peaks) < 2 and probe not in peaks:
+                        peaks[probe] = measure.run(model, side, probe, args.prompt, args.new, args.seed).peak_bytes
+                found, result = measure.run_largest(model, side, peaks, args.prompt, args.new, args.seed)
+                row = _row(args, model, env, side, found, True, result)
+            progress.finish(rows.one_line(row))
+            yield row
+
+
+def _row(args: argparse.Namespace, model: Any, env: Any, side: Side, batch: int, largest: bool,
+         result: measure.Result) -> Row:
+    import transformers
+
+    config = model.config.get_text_config(decoder=True)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    kept = (None, None)
+    if side.sparse:
+        kept = side.key_keep, side.value_keep
+        if side.sparsity is not None:
+            kept = (max(1, int(head_dim * (1 - side.sparsity) + 1e-6)),) * 2
+    name = str(args.model) if args.model is not None else f"{args.random_config}, random weights"
+    tokens = args.prompt + args.new - 1  # the last one is not fed back
+    return Row(
+        model=name, parameters=models.parameters(model), side=side.name, cache=result.cache, key_keep=kept[0],
+        value_keep=kept[1], window=side.window if side.sparse else None, head_dim=head_dim, batch=batch,
+        largest=largest, prompt=args.prompt, new_tokens=args.new, dtype=args.dtype, ttft_ms=round(result.ttft_ms, 3),
+        step_ms=round(result.step_ms, 4), tokens_per_s=round(result.tokens_per_s, 2),
+        total_tokens_per_s=round(result.total_tokens_per_s, 2), peak_bytes=result.peak_bytes, kv_bytes=result.kv_bytes,
+        dense_kv_bytes=batch * models.dense_kv_bytes(model, tokens), device=env.name, torch=env.torch,
+        transformers=transformers.__version__, driver=env.driver, commit=env.commit, timestamp=env.timestamp,
+        command=_command(args, side, "max" if largest else str(batch)))
+
+
+def _command(args: argparse.Namespace, side: Side, batch: str) -> str:
+    model = ["--model", str(args.model)] if args.model is not None else ["--random-config", args.random_config]
+    words = ["python", "-m", "profiling.generate", *model, "--prompt", args.prompt, "--new", args.new, "--batch", batch,
+             "--side", side.name]
+    if side.sparse:
+        words += ["--sparsity", side.sparsity] if side.sparsity is not None else \
+            ["--key-keep", side.key_keep, "--value-keep", side.value_keep]
+        words += ["--window", side.window]
+    words += ["--dtype", args.dtype, "--device", args.device.type, "--seed", args.seed]
+    return shlex.join(map(str, words))
+
+
+def _positive(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a positive integer")
+    return value
+
+
+def _at_least_3(text: str) -> int:
+    """So many tokens have a median step."""
+    if (value := _positive(text)) < 3:
+        raise argparse.ArgumentTypeError(f"at least 3 new tokens are needed, got {value}")
+    return value
+
+
+def _batches(text: str) -> list[int | str]:
+    return list(dict.fromkeys("max" if word.strip() == "max" else _positive(word) for word in text.split(",")))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

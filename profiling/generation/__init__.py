@@ -1,0 +1,1 @@
+"""Parts of `python -m profiling.generate`: models, runs of one batch, rows and their files."""

@@ -1,0 +1,159 @@
+"""Generates one batch and times it; finds the largest batch that fits."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from profiling.generation import graphs
+
+SIDES = ("dense", "sparse", "static-graph", "sparse-graph")
+WARM_UP_PROMPT, WARM_UP_TOKENS = 256, 6
+FILL = 0.97    # share of the device's memory that a largest batch may be expected to take
+BACK_OFF = 0.95  # of a batch that turned out not to fit
+ATTEMPTS = 8
+
+
+@dataclass(frozen=True)
+class Side:
+    """A kind of cache to generate with."""
+
+    name: str  # of SIDES
+    sparsity: float | None = None
+    key_keep: int | None = None
+    value_keep: int | None = None
+    window: int = 32
+
+    @property
+    def sparse(self) -> bool:
+        return self.name.startswith("sparse")
+
+    @property
+    def graph(self) -> bool:
+        return self.name.endswith("-graph")
+
+    def generate(self, model: Any, ids: torch.Tensor, new_tokens: int, clock: Any) -> Any:
+        """Generates greedily; returns the cache. The clock's `put` gets the prompts, then every step's tokens."""
+        cache = self._cache(model, ids.shape[1] + new_tokens)
+        if self.graph:
+            graphs.generate(model, cache, ids, new_tokens, clock)
+        else:
+            model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, streamer=clock,
+                           past_key_values=cache)
+        return cache
+
+    def _cache(self, model: Any, capacity: int) -> Any:
+        from transformers import DynamicCache, StaticCache
+
+        if self.sparse:
+            from cute_kernels.integrations.transformers import SparseKVCache
+
+            return SparseKVCache(model, sparsity=self.sparsity, key_keep=self.key_keep, value_keep=self.value_keep,
+                                 window=self.window, capacity=capacity)
+        if self.graph:
+            return StaticCache(config=model.config, max_cache_len=capacity)
+        return DynamicCache(config=model.config)
+
+
+@dataclass(frozen=True)
+class Result:
+    ttft_ms: float
+    step_ms: float
+    tokens_per_s: float
+    total_tokens_per_s: float
+    peak_bytes: int | None
+    kv_bytes: int
+    cache: str
+
+
+class _Clock:
+    """A streamer that notes when tokens reach the host; the prompt comes first."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, tokens: torch.Tensor) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
+def kv_bytes(cache: Any) -> int:
+    """All that a cache holds."""
+    if hasattr(cache, "nbytes"):
+        return cache.nbytes()
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+
+
+@torch.inference_mode()
+def run(model: Any, side: Side, batch: int, prompt: int, new_tokens: int, seed: int) -> Result:
+    """One batch of random prompts. Raises torch.cuda.OutOfMemoryError if it does not fit."""
+    device = model.device
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, model.config.vocab_size, (batch, prompt), generator=generator).to(device)
+    try:
+        side.generate(model, ids[:, :WARM_UP_PROMPT], WARM_UP_TOKENS, _Clock())
+        _settle(device)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        clock = _Clock()
+        start = time.perf_counter()
+        cache = side.generate(model, ids, new_tokens, clock)
+        first, last = clock.times[1], clock.times[-1]
+        steps = [b - a for a, b in zip(clock.times[1:], clock.times[2:])]
+        peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+        return Result(1e3 * (first - start), 1e3 * statistics.median(steps), batch * len(steps) / (last - first),
+                      batch * new_tokens / (last - start), peak, kv_bytes(cache), type(cache).__name__)
+    finally:
+        cache = None
+        _settle(device)
+
+
+def usable_bytes(device: torch.device) -> int:
+    """Device memory that is free or held by torch."""
+    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+
+
+def largest_batch(peaks: dict[int, int], usable: int) -> int:
+    """The largest batch that should fit, from the peak bytes of smaller ones, which grow by the sequence.
+
+    peaks: batch -> bytes, of at least two batches.
+    """
+    (small, less), (large, more) = min(peaks.items()), max(peaks.items())
+    if small == large:
+        raise ValueError(f"peaks must be of two batches at least, got {small} alone")
+    per_sequence = (more - less) / (large - small)
+    if per_sequence <= 0:
+        raise ValueError(f"memory did not grow from batch {small} to {large}")
+    return max(1, int((FILL * usable - (less - small * per_sequence)) / per_sequence))
+
+
+def run_largest(model: Any, side: Side, peaks: dict[int, int], prompt: int, new_tokens: int,
+                seed: int) -> tuple[int, Result]:
+    """(batch, result) of the largest batch that fits; smaller ones are tried where the expected one does not.
+
+    Raises RuntimeError if none of `ATTEMPTS` batches fits.
+    """
+    batch = largest_batch(peaks, usable_bytes(model.device))
+    for _ in range(ATTEMPTS):
+        try:
+            return batch, run(model, side, batch, prompt, new_tokens, seed)
+        except torch.cuda.OutOfMemoryError:
+            _settle(model.device)
+            tried, batch = batch, max(1, int(BACK_OFF * batch))
+            if tried == 1:
+                break
+    raise RuntimeError(f"no batch from {tried} on fits")
+
+
+def _settle(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()

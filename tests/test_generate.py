@@ -1,0 +1,235 @@
+"""python -m profiling.generate, on the CPU with tiny models."""
+
+from __future__ import annotations
+
+import csv
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="Transformers is not installed")
+
+from profiling import generate
+from profiling.generation import graphs, measure, models, rows
+
+SHORT = ["--device", "cpu", "--random-config", "tiny", "--prompt", "70", "--new", "4"]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def read(folder):
+    return json.loads((folder / "generate.json").read_text())
+
+
+def test_rows_of_both_sides(tmp_path, capsys):
+    assert generate.main([*SHORT, "--batch", "2,1", "--out", str(tmp_path)]) == 0
+    found = read(tmp_path)
+    assert [(row["side"], row["batch"]) for row in found] == [("dense", 1), ("dense", 2), ("sparse", 1), ("sparse", 2)]
+    for row in found:
+        assert set(row) == set(rows.FIELDS)
+        assert row["peak_bytes"] is None and not row["largest"]
+        assert 0 < row["ttft_ms"] and 0 < row["step_ms"]
+        # 4 tokens: the first, then three steps.
+        assert row["total_tokens_per_s"] == pytest.approx(
+            4 * row["batch"] / (row["ttft_ms"] / 1e3 + 3 * row["batch"] / row["tokens_per_s"]), rel=1e-2
+        )
+        assert (
+            row["dense_kv_bytes"] == row["batch"] * 4 * 2 * 64 * 2 * 2 * 73
+        )  # layers, heads, D, K and V, bytes, tokens
+        assert "--batch " + str(row["batch"]) in row["command"]
+    dense, sparse = found[1], found[3]
+    assert dense["kv_bytes"] == dense["dense_kv_bytes"] and dense["cache"] == "DynamicCache"
+    assert (sparse["key_keep"], sparse["value_keep"], sparse["window"]) == (19, 19, 32)
+    with (tmp_path / "generate.csv").open() as file:
+        assert [row["tokens_per_s"] for row in csv.DictReader(file)] == [str(row["tokens_per_s"]) for row in found]
+    table = (tmp_path / "generate.md").read_text()
+    assert f"{sparse['tokens_per_s'] / dense['tokens_per_s']:.2f}" in table
+    out = capsys.readouterr()
+    assert "SparseKVCache" in out.out and "[4/4]" in out.err
+
+
+def test_a_row_is_measured_again_by_its_command(tmp_path):
+    options = ["--batch", "1", "--side", "sparse", "--key-keep", "40", "--value-keep", "20", "--window", "5"]
+    assert generate.main([*SHORT, *options, "--out", str(tmp_path)]) == 0
+    (first,) = read(tmp_path)
+    assert (first["key_keep"], first["value_keep"], first["window"]) == (40, 20, 5)
+    command = first["command"].split()
+    assert command[:3] == ["python", "-m", "profiling.generate"]
+    assert generate.main([*command[3:], "--out", str(tmp_path)]) == 0
+    (again,) = read(tmp_path)
+    measured = {"ttft_ms", "step_ms", "tokens_per_s", "total_tokens_per_s", "timestamp"}
+    assert {key: again[key] for key in again.keys() - measured} == {key: first[key] for key in first.keys() - measured}
+
+
+def test_a_local_folder(tmp_path):
+    models.load(None, "tiny", torch.bfloat16, torch.device("cpu"), 0).save_pretrained(tmp_path / "model")
+    assert (
+        generate.main(
+            ["--model", str(tmp_path / "model"), *SHORT[:2], *SHORT[4:], "--batch", "1", "--out", str(tmp_path)]
+        )
+        == 0
+    )
+    assert {row["model"] for row in read(tmp_path)} == {str(tmp_path / "model")}
+
+
+def test_an_unsupported_model_is_said_so(tmp_path, capsys):
+    import transformers
+
+    config = transformers.MistralConfig(
+        vocab_size=32,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        sliding_window=16,
+    )
+    transformers.MistralForCausalLM(config).save_pretrained(tmp_path / "model")
+    status = generate.main(
+        ["--model", str(tmp_path / "model"), *SHORT[:2], *SHORT[4:], "--batch", "1", "--out", str(tmp_path)]
+    )
+    assert status == generate.EXIT_FAILED
+    assert "sliding_attention" in capsys.readouterr().err
+    assert [row["side"] for row in read(tmp_path)] == ["dense"]
+
+
+def test_interrupted_runs_keep_their_rows(tmp_path, monkeypatch, capsys):
+    real, calls = measure.run, []
+
+    def interrupted(model, side, batch, *others):
+        calls.append(batch)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return real(model, side, batch, *others)
+
+    monkeypatch.setattr(measure, "run", interrupted)
+    assert generate.main([*SHORT, "--batch", "1,2", "--out", str(tmp_path)]) == generate.EXIT_INTERRUPTED
+    assert len(read(tmp_path)) == 2
+    assert "kept the 2 rows" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--batch", "max", "--device", "cpu"], "--batch max needs a GPU"),
+        (["--batch", "0"], "'0' is not a positive integer"),
+        (["--new", "2"], "at least 3 new tokens"),
+        (["--key-keep", "3"], "come together"),
+        (["--sparsity", "0.5", "--key-keep", "3", "--value-keep", "3"], "not both"),
+        (["--sparsity", "1"], "below 1, got 1.0"),
+        (["--side", "sparse-graph", "--device", "cpu"], "CUDA graphs need a GPU"),
+        (["--model", "/nowhere"], "no config.json there"),
+        (["--model", "/nowhere", "--random-config", "tiny"], "not allowed with"),
+        (["--random-config", "llama"], "invalid choice"),
+    ],
+    ids=str,
+)
+def test_wrong_arguments(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        generate.main(arguments)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_help_names_the_configs(capsys):
+    with pytest.raises(SystemExit):
+        generate.main(["--help"])
+    text = capsys.readouterr().out
+    assert all(name in text for name in models.RANDOM_CONFIGS) and "%" in text and "%%" not in text
+
+
+def test_the_largest_batch_is_found(monkeypatch):
+    """A device of 1000 bytes, 100 of them for the model; a sequence needs 10, or what the first runs say, 9."""
+    tried = []
+
+    def run(model, side, batch, *others):
+        tried.append(batch)
+        if 100 + 10 * batch > 1000:
+            raise torch.cuda.OutOfMemoryError("full")
+        return batch
+
+    monkeypatch.setattr(measure, "run", run)
+    monkeypatch.setattr(measure, "usable_bytes", lambda device: 1000)
+    monkeypatch.setattr(measure, "_settle", lambda device: None)
+    model = type("Model", (), {"device": torch.device("cpu")})
+    batch, result = measure.run_largest(model, None, {1: 109, 8: 172}, 1, 1, 0)
+    assert tried == [96, 91, 86] and batch == result == 86
+    with pytest.raises(RuntimeError, match="no batch from 604 on fits"):
+        tried.clear()
+        measure.run_largest(model, None, {1: 101, 8: 108}, 1, 1, 0)
+    with pytest.raises(ValueError, match="two batches at least"):
+        measure.largest_batch({4: 100}, 1000)
+    with pytest.raises(ValueError, match="did not grow"):
+        measure.largest_batch({1: 100, 4: 100}, 1000)
+
+
+def test_ratios_are_to_the_dense_row_alike():
+    def row(**fields):
+        return rows.Row(
+            **{field: 1 for field in rows.FIELDS} | {"model": "m", "side": "dense", "largest": False} | fields
+        )
+
+    dense8, dense_max = row(batch=8), row(batch=100, largest=True)
+    sparse8, sparse_max = row(side="sparse", batch=8), row(side="sparse", batch=250, largest=True)
+    every = [dense8, dense_max, sparse8, sparse_max]
+    assert rows.dense_beside(sparse8, every) is dense8
+    assert rows.dense_beside(sparse_max, every) is dense_max
+    assert rows.dense_beside(row(side="sparse", batch=100), every) is None
+    assert rows.dense_beside(row(side="sparse", batch=8, prompt=2), every) is None
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_graphs_write_what_generate_writes(device, monkeypatch):
+    """Nothing pruned, a model whose next token is clear: the same tokens, and as many in the cache. On the CPU what
+    would be captured is run as it is."""
+    if device == "cpu":
+        monkeypatch.setattr(graphs.generate, "__defaults__", (lambda step: step,))
+    model = models.load(None, "tiny", torch.bfloat16, torch.device(device), 0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(6 if parameter.dim() > 1 else 1)
+    ids = torch.randint(1, 1024, (3, 150), device=device)
+    written = {}
+    for name in measure.SIDES:
+        side, clock = measure.Side(name, key_keep=64, value_keep=64), Tokens()
+        with torch.inference_mode():
+            cache = side.generate(model, ids, 30, clock)
+        written[name] = torch.cat([tokens.view(3, -1).cpu() for tokens in clock.tokens], dim=1)
+        assert written[name].shape == (3, 180)
+        if side.sparse:
+            assert cache.layers[0].kv.lengths.tolist() == [179] * 3 and cache.get_seq_length() == 179
+    for name, tokens in written.items():
+        same = (tokens == written["dense"])[:, 150:].int().cumprod(1).sum(1)
+        assert same.float().mean() > 10, (name, same)  # then a near tie may have gone the other way
+
+
+class Tokens:
+    def __init__(self):
+        self.tokens = []
+
+    def put(self, tokens):
+        self.tokens.append(tokens.clone())  # steps write to the same
+
+    def end(self):
+        pass
+
+
+@pytest.mark.gpu
+def test_the_largest_batch_on_a_gpu(tmp_path, monkeypatch):
+    monkeypatch.setattr(measure, "usable_bytes", lambda device: 3 << 30)
+    assert (
+        generate.main(
+            ["--random-config", "tiny", "--prompt", "200", "--new", "4", "--batch", "1,4,max", "--out", str(tmp_path)]
+        )
+        == 0
+    )
+    found = {(row["side"], row["largest"]): row for row in read(tmp_path) if row["batch"] not in (1, 4)}
+    assert found["sparse", True]["batch"] > found["dense", True]["batch"] > 4
+    assert found["dense", True]["peak_bytes"] < 3 << 30
