@@ -14,17 +14,21 @@ import cute_kernels as ck
 from profiling import data
 from profiling.cases import Case
 
+WINDOW = 64  # dense tokens that follow the compressed ones in sparse_attention
+
 
 @dataclass(frozen=True)
 class InputSet:
     """One call's operands. What an operation does not have is None."""
 
     sparse: ck.SparseKV | None  # the compressed cache (attention: the keys); for compress: what it makes of `dense`
-    dense: Tensor               # (B, Hkv, T, D): the decompressed cache, the peers' operand; for compress: its input
+    dense: Tensor               # (B, Hkv, T, D): the decompressed cache, for attention with the window behind it, which
+                                # is the peers' operand; for compress: its input
     left: Tensor | None         # q (B, Hq, Sq, D) or p (B, Hq, Sq, T)
     out: Tensor | None          # (B, Hq, Sq, T) for qk, else (B, Hq, Sq, D)
     sparse_values: ck.SparseKV | None = None  # attention only
     dense_values: Tensor | None = None        # attention only
+    window: tuple[Tensor, Tensor] | None = None  # sparse_attention only: keys and values (B, Hkv, WINDOW, D)
 
     @property
     def bits_per_element(self) -> float:
@@ -34,13 +38,16 @@ class InputSet:
     @property
     def cache_bytes(self) -> int:
         """What the operation stores or reads of the cache: keys and values for attention."""
-        caches = (self.sparse, self.sparse_values) if self.sparse else (self.dense, self.dense_values)
+        caches = ((self.sparse, self.sparse_values, *(self.window or ())) if self.sparse else
+                  (self.dense, self.dense_values))
         return sum(cache.nbytes for cache in caches if cache is not None)
 
 
 def prepare(case: Case, device: torch.device) -> InputSet:
     """Builds a case's inputs on its device. A dense operation's cache is not pruned."""
     shape, dtype, rng = case.load.shape, getattr(torch, case.load.dtype), data.generator(device, case.seed)
+    if case.op == "sparse_attention":
+        return _attention(case, device, rng)
     sparse, dense = _cache(case, case.role, device, rng)
     if case.product in ("compress", "copy"):
         return InputSet(sparse, dense, None, None)
@@ -56,6 +63,19 @@ def prepare(case: Case, device: torch.device) -> InputSet:
         return InputSet(sparse, dense, left, out)
     left *= shape.head_dim**0.5  # attention scales by itself
     return InputSet(sparse, dense, left, out, *_cache(case, "value", device, rng))
+
+
+def _attention(case: Case, device: torch.device, rng: torch.Generator) -> InputSet:
+    """Keys and values that were compressed together, and a window."""
+    shape, dtype = case.load.shape, getattr(torch, case.load.dtype)
+    keys, values = ck.compress_kv(data.cache(case.load, device, rng), data.cache(case.load, device, rng),
+                                  keep=case.load.keep)
+    newest = replace(case.load, shape=replace(shape, tokens=WINDOW))
+    window = data.cache(newest, device, rng), data.cache(newest, device, rng)
+    dense = [torch.cat([ck.decompress(old), new], dim=2) for old, new in zip((keys, values), window)]
+    left = data.queries(shape, dtype, device, rng) * shape.head_dim**0.5  # attention scales by itself
+    out = torch.empty(left.shape, device=device, dtype=dtype)
+    return InputSet(keys, dense[0], left, out, values, dense[1], window)
 
 
 def _cache(case: Case, role: str, device: torch.device, rng: torch.Generator) -> tuple[ck.SparseKV | None, Tensor]:
@@ -75,8 +95,8 @@ def call(case: Case, inputs: InputSet) -> Tensor | ck.SparseKV:
     if case.op == "sparse_av":
         return ck.sparse_av(inputs.left, inputs.sparse, out=inputs.out, backend=case.backend)
     if case.op == "sparse_attention":  # not causal, like its peers: every query sees every token
-        return ck.sparse_attention(inputs.left, inputs.sparse, inputs.sparse_values, causal=False, out=inputs.out,
-                                   backend=case.backend)
+        return ck.sparse_attention(inputs.left, inputs.sparse, inputs.sparse_values, window=inputs.window, causal=False,
+                                   out=inputs.out, backend=case.backend)
     if case.op == "compress":
         return ck.compress(inputs.dense, role=case.role, keep=case.load.keep)
     raise ValueError(f"no call for operation {case.op!r}")
@@ -92,13 +112,17 @@ def copy_of(case: Case, inputs: InputSet) -> InputSet:
     """The same operands of the call at other addresses; what the call does not touch is shared."""
     if case.op == "compress":
         return replace(inputs, dense=inputs.dense.clone())
-    return replace(inputs, sparse=_copy_of_sparse(inputs.sparse), left=inputs.left.clone(), out=inputs.out.clone(),
-                   sparse_values=_copy_of_sparse(inputs.sparse_values) if inputs.sparse_values else None)
+    sparse, values = _copy_of_sparse(inputs.sparse), None
+    if inputs.sparse_values:  # which share the order of tokens with the keys
+        values = _copy_of_sparse(inputs.sparse_values, token_order=sparse.token_order)
+    return replace(inputs, sparse=sparse, left=inputs.left.clone(), out=inputs.out.clone(), sparse_values=values,
+                   window=inputs.window and tuple(tensor.clone() for tensor in inputs.window))
 
 
-def _copy_of_sparse(kv: ck.SparseKV) -> ck.SparseKV:
+def _copy_of_sparse(kv: ck.SparseKV, token_order: Tensor | None = None) -> ck.SparseKV:
     # Not by way of state_dict: from_state_dict validates, which takes longer than all the timed calls together.
     return ck.SparseKV._from_parts(
-        blocks=kv.blocks.clone(), row_offsets=kv.row_offsets.clone(), token_order=kv.token_order.clone(),
+        blocks=kv.blocks.clone(), row_offsets=kv.row_offsets.clone(),
+        token_order=kv.token_order.clone() if token_order is None else token_order,
         channel_order=kv.channel_order.clone(), role=kv.role, dtype=kv.dtype, shape=kv.shape,
         max_tile_rows=kv.max_tile_rows, nnz=kv.nnz)

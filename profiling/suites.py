@@ -86,7 +86,7 @@ def _short(device: str) -> list[Block]:
 
 
 def _readme(device: str) -> list[Block]:
-    return [Block(PRODUCTS, _usual(figures(device)))]
+    return [Block((*PRODUCTS, "sparse_attention"), _usual(figures(device)))]
 
 
 SUITES = {

@@ -52,8 +52,7 @@ CUTE_DEVICE void leave_share(Fragment const& tCrO /* (MMA,own MMA_M,MMA_N) */, O
     if (!has_rows(rows, lane, n)) continue;
     CUTE_UNROLL
     for (int m = 0; m < Traits::kOwnChannelBlocks; ++m)
-      to->accumulators[ShareLayout<Traits>{}(lane,
-                                             n * kAtomsM<Traits> + part * Traits::kOwnChannelBlocks + m)] =
+      to->accumulators[ShareLayout<Traits>{}(lane, n * kAtomsM<Traits> + part * Traits::kOwnChannelBlocks + m)] =
           make_float4(tCrO(0, m, n), tCrO(1, m, n), tCrO(2, m, n), tCrO(3, m, n));
     if (lane >= 4 || part > 0) continue;
     CUTE_UNROLL
@@ -117,8 +116,7 @@ CUTE_DEVICE void add_up_shares(Params const& params, WorkLine<Traits::kN> const&
       partial->accumulators[item] = sum.accumulators;
       if (item / 32 % kAtomsM<Traits> == 0 && item % 32 < 4) {
         CUTE_UNROLL
-        for (int i = 0; i < 2; ++i)
-          partial->reference[row + i] = sum.reference[i], partial->sum[row + i] = sum.sum[i];
+        for (int i = 0; i < 2; ++i) partial->reference[row + i] = sum.reference[i], partial->sum[row + i] = sum.sum[i];
       }
     }
   }
@@ -156,13 +154,14 @@ CUTE_DEVICE void store_atom(Params const& params, Segment const& segment, int la
   }
 }
 
-inline constexpr int kCombineWarps = 4;
+inline constexpr int kCombineWarps = 3;
 inline constexpr int kCombineCtas = 16;  // of an SM, by registers: they are to fit in beside the attention kernel
 
-// Grid: (segments, atoms). Warp w takes partials w, w + 4, ...; warp 0 puts the warps' sums together. A programmatic
-// dependent of the attention kernel: everything up to the wait runs while that one drains.
+// Grid: (segments, atoms). Warp w takes every kCombineWarps-th partial; warp 0 puts the warps' sums together. A
+// programmatic dependent of the attention kernel: everything up to the wait runs while that one drains.
 template <class Traits>
-__global__ void __launch_bounds__(32 * kCombineWarps, kCombineCtas) combine_partials(CUTE_GRID_CONSTANT Params const params) {
+__global__ void __launch_bounds__(32 * kCombineWarps, kCombineCtas)
+    combine_partials(CUTE_GRID_CONSTANT Params const params) {
   extern __shared__ int unit_ends[];
   __shared__ RunningSum<Traits> sums[kCombineWarps][32];
   WorkLine<Traits::kN> line(params, unit_ends);

@@ -20,8 +20,7 @@ CUTE_DEVICE void erase_values(uint8_t* block, uint8_t const* token_order, int to
   for (int e = 0; e < format::lane_elements(Traits::kHeadDim); ++e) {
     if (!(words[format::bitmap_word(e) * format::kLanes] >> format::bitmap_bit(e) & 1)) continue;
     int stream = format::Codec16::stream(e), at = stream ? row[1]++ : row[0]++;
-    if (token_order[layout(lane, e) / Traits::kHeadDim] >= tokens)
-      values[at * (format::kRowBytes / 2) + stream] = 0;
+    if (token_order[layout(lane, e) / Traits::kHeadDim] >= tokens) values[at * (format::kRowBytes / 2) + stream] = 0;
   }
 }
 

@@ -24,8 +24,7 @@ CUTE_DEVICE uint8_t const* channel_order(format::SparseView const& view, Segment
 
 template <class Traits>
 CUTE_DEVICE auto make_logits() {  // (MMA,own MMA_M,MMA_N)
-  return partition_fragment_C(typename Traits::TiledMma{},
-                              Shape<Int<16 * Traits::kOwnTokenBlocks>, Int<Traits::kN>>{});
+  return partition_fragment_C(typename Traits::TiledMma{}, Shape<Int<16 * Traits::kOwnTokenBlocks>, Int<Traits::kN>>{});
 }
 
 template <class Traits, class FragmentP, class FragmentO>
@@ -35,8 +34,9 @@ CUTE_DEVICE void attend_window(Params const& params, Segment const& segment, int
   WindowUnit<Traits> window(params, segment, unit - segment.units.begin, part);
   window.multiply_keys(Queries<Traits>(params, segment), tCrS);
   scale_logits(tCrS, params.scale_log2);
-  Visibility(params, segment)
-      .template mask<Traits>(tCrS, part, true, [&](int position) { return window.token(position); });
+  Visibility(params, segment).template mask<Traits>(tCrS, part, true, [&](int position) {
+    return window.token(position);
+  });
   softmax.weigh(tCrS, TokenOrders{}, tCrP, tCrO);
   window.multiply_values(channel_order<Traits>(params.values, segment), tCrP, tCrO);
 }
@@ -89,9 +89,9 @@ CUTE_DEVICE int attend(Params const& params, WorkLine<Traits::kN> const& line, U
                                                                               worker.part, tCrQ, tCrS);
       scale_logits(tCrS, params.scale_log2);
       if (first_token + kUnitTokens > seen_by_all)
-        Visibility(params, line.segment_with(unit))
-            .template mask<Traits>(tCrS, worker.part, false,
-                                   [&](int position) { return first_token + keys.token_order[position]; });
+        Visibility(params, line.segment_with(unit)).template mask<Traits>(tCrS, worker.part, false, [&](int position) {
+          return first_token + keys.token_order[position];
+        });
       softmax.weigh(tCrS, params.own_orders ? TokenOrders{keys.token_order, keys.value_order} : TokenOrders{}, tCrP,
                     tCrO);
       pipeline.release();

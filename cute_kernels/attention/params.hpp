@@ -14,9 +14,9 @@ struct Params : Problem {
   int group;         // query heads of a KV head
   int workers;       // of a CTA
   int ctas;
-  bool ragged;       // units differ from sequence to sequence
-  bool own_orders;   // keys and values were not compressed together: each has its token order
-  bool erases;       // sequences may end within a tile whose further tokens are stored
+  bool ragged;                            // units differ from sequence to sequence
+  bool own_orders;                        // keys and values were not compressed together: each has its token order
+  bool erases;                            // sequences may end within a tile whose further tokens are stored
   cutlass::FastDivmod units_per_segment;  // unless ragged
   cutlass::FastDivmod row_segments;       // of a row of q: KV heads x blocks of query rows
   cutlass::FastDivmod row_blocks, query_tokens;  // as divisors

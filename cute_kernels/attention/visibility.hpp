@@ -16,8 +16,8 @@ class Visibility {
     return segment_.tokens + min(0, segment_.window_tokens - newest);
   }
 
-  // Takes away a warp's logits of what is not seen. token_at(position in the tile): counted from the first of the compressed
-  // tokens, or with in_window from the first of the window.
+  // Takes away a warp's logits of what is not seen. token_at(position in the tile): counted from the first of the
+  // compressed tokens, or with in_window from the first of the window.
   template <class Traits, class FragmentS, class TokenAt>
   CUTE_DEVICE void mask(FragmentS& tCrS /* ((2,2),own MMA_M,MMA_N) */, int part, bool in_window,
                         TokenAt&& token_at) const {

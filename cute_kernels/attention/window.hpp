@@ -35,13 +35,14 @@ class WindowUnit {
     clear(tCrS);
     CUTE_NO_UNROLL
     for (int k = 0; k < Traits::kHeadDim / 16; ++k) {
-      Tensor tCrA = make_tensor<Element>(Shape<Shape<_2, _2, _2>, Int<kOwnBlocks>>{});  // (MMA,own MMA_M)
+      Tensor tCrA = make_tensor<Element>(Shape<Shape<_2, _2, _2>, Int<kOwnBlocks>>{});      // (MMA,own MMA_M)
       Tensor tCrB = make_tensor<Element>(Shape<Shape<_2, _2>, Int<Traits::kRowBlocks>>{});  // (MMA,MMA_N)
       CUTE_UNROLL
       for (int m = 0; m < kOwnBlocks; ++m) {
         CUTE_UNROLL
         for (int v = 0; v < 8; ++v)  // column + v % 2 (+ 8), row (+ 8): as the atom's A has them
-          tCrA(v, m) = at(keys_, key_stride_, 16 * (part_ * kOwnBlocks + m) + row + 8 * (v / 2 % 2), 16 * k + column + v % 2 + 8 * (v / 4));
+          tCrA(v, m) = at(keys_, key_stride_, 16 * (part_ * kOwnBlocks + m) + row + 8 * (v / 2 % 2),
+                          16 * k + column + v % 2 + 8 * (v / 4));
       }
       queries.load_in_order(k, tCrB);
       CUTE_UNROLL
@@ -61,10 +62,10 @@ class WindowUnit {
     uint8_t const* channels = channel_order + 16 * part_ * Traits::kOwnChannelBlocks + row;
     CUTE_UNROLL
     for (int k = 0; k < kBlocks; ++k) {
-      ptx::compiler_fence();  // or more loads come first than registers suffice for
       CUTE_UNROLL
       for (int m = 0; m < Traits::kOwnChannelBlocks; ++m) {
-        int channel[2] = {__ldg(channels + 16 * m), __ldg(channels + 16 * m + 8)};
+        if (m % 2 == 0) ptx::compiler_fence();  // or more loads come first than registers suffice for
+        int channel[2] = {channels[16 * m], channels[16 * m + 8]};
         Tensor tCrA = make_tensor<Element>(Shape<Shape<_2, _2, _2>>{});  // (MMA)
         CUTE_UNROLL
         for (int v = 0; v < 8; ++v)

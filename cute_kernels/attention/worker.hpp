@@ -64,8 +64,7 @@ class Exchange {
   template <class Fragment>
   CUTE_DEVICE void collect(int buffer, TokenOrders const& orders, Fragment& tCrP /* ((2,2),N/8,token blocks) */) {
     if (orders.keys) {
-      for_tokens(tCrP, 0, orders.values,
-                 [&](auto v, int n, int k, int at) { tCrP(v, n, k) = weights_[buffer][at]; });
+      for_tokens(tCrP, 0, orders.values, [&](auto v, int n, int k, int at) { tCrP(v, n, k) = weights_[buffer][at]; });
       return;
     }
     Tensor pairs = recast<uint32_t>(tCrP);  // (2,N/8,token blocks)

@@ -1,8 +1,7 @@
-#include "cute_kernels/dispatch/attention.hpp"
-
 #include "cute_kernels/attention/combine.hpp"
 #include "cute_kernels/attention/launch.hpp"
 #include "cute_kernels/attention/stage.hpp"
+#include "cute_kernels/dispatch/attention.hpp"
 #include "cute_kernels/dispatch/device.hpp"
 
 namespace cute_kernels::dispatch {

@@ -1,9 +1,8 @@
-#include "cute_kernels/dispatch/device.hpp"
-
 #include <array>
 #include <mutex>
 
 #include "cute_kernels/common/error.hpp"
+#include "cute_kernels/dispatch/device.hpp"
 
 namespace cute_kernels::dispatch {
 namespace {

@@ -40,7 +40,7 @@ def _build(name: str, fp8: bool, case: Case, inputs: InputSet) -> Peer:
     shape, device = case.load.shape, inputs.dense.device
     dtype = torch.float8_e4m3fn if fp8 else inputs.dense.dtype
     keys, values = (_pages(cache, dtype) for cache in (inputs.dense, inputs.dense_values))
-    pages = shape.tokens // PAGE
+    pages = inputs.dense.shape[2] // PAGE
     workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
     wrapper.plan(

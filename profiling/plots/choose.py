@@ -32,12 +32,13 @@ def by_backend(rows: Iterable[Row], op: str, along: Callable[[Row], float]) -> d
         if row.op != op:
             continue
         place, best = along(row), found[row.backend].get(along(row))
-        if best is None or _peer_us(row) < _peer_us(best):
+        if best is None or peer_us(row) < peer_us(best):
             found[row.backend][place] = row
     return {backend: [row for _, row in sorted(places.items())] for backend, places in found.items()}
 
 
-def _peer_us(row: Row) -> float:
+def peer_us(row: Row) -> float:
+    """Of a peer in the cache's dtype; infinite for others, and without one."""
     return float("inf") if row.peer_us is None or "fp8" in row.peer else row.peer_us
 
 

@@ -6,9 +6,9 @@
 
 namespace cute_kernels::attention::sm80 {
 
-// As many as the register file of 65536 holds.
+// As many as the register file of 65536 holds, in whole workers a scheduler; with 12 the window's loads spill.
 template <class Traits>
-inline constexpr int kMaxWarps = Traits::kRegisters <= 100 ? 16 : Traits::kRegisters <= 130 ? 12 : 8;
+inline constexpr int kMaxWarps = Traits::kRegisters <= 100 ? 16 : 8;
 
 template <class Traits>
 struct Storage {
@@ -27,8 +27,8 @@ __global__ void __launch_bounds__(32 * kMaxWarps<Traits>, 1) attention_kernel(CU
   ptx::launch_dependents();
   auto& storage = *reinterpret_cast<Storage<Traits>*>(shared);
   uint8_t* stages = shared + kFixedBytes<Traits>;
-  WorkLine<Traits::kN> line(params, reinterpret_cast<int*>(stages + params.workers * params.stages.count *
-                                                                        params.stages.stage_bytes));
+  WorkLine<Traits::kN> line(
+      params, reinterpret_cast<int*>(stages + params.workers * params.stages.count * params.stages.stage_bytes));
   line.prepare();
   if (params.ragged) __syncthreads();
   line.cut();

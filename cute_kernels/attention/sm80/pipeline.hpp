@@ -18,13 +18,9 @@ class WorkerPipeline {
   // Starts the fetch of the first stages.
   CUTE_DEVICE WorkerPipeline(Params const& params, WorkLine<Traits::kN> const& line, uint8_t* shared,
                              Worker<Traits> const& worker, UnitRange piece)
-      : params_(params),
-        line_(line),
-        shared_(shared),
-        worker_(worker),
-        piece_(piece) {
+      : params_(params), line_(line), shared_(shared), worker_(worker), piece_(piece) {
     look_up();
-    for (int i = 0; i < params.stages.count - 1; ++i) fetch();
+    for (int i = 0; i < params.stages.count - 1; ++i) fetch(i);
   }
 
   // Waits for the worker's next stage and starts the fetch into the one that was read last.
@@ -36,8 +32,9 @@ class WorkerPipeline {
       cp_async_wait<1>();
     worker_.sync();  // every thread's copies have arrived, and every one has read the stage before
     Stage stage = stage_at(read_stage_);
-    read_stage_ = after(read_stage_);
-    fetch();
+    int free = read_stage_ == 0 ? params_.stages.count - 1 : read_stage_ - 1;
+    read_stage_ = read_stage_ + 1 == params_.stages.count ? 0 : read_stage_ + 1;
+    fetch(free);
     return stage;
   }
 
@@ -60,10 +57,10 @@ class WorkerPipeline {
   Worker<Traits> const& worker_;
   UnitRange piece_;
   int turn_ = 0;  // the stage to fetch next: keys and values of a unit in turn
-  int fetch_stage_ = 0, read_stage_ = 0;
-  int rows_ = 0, first_row_ = 0, tile_ = -1;  // lane i: of the i-th of 32 stages, so that no fetch waits for its offsets
+  int read_stage_ = 0;
+  int rows_ = 0, first_row_ = 0,
+      tile_ = -1;  // lane i: of the i-th of 32 stages, so that no fetch waits for its offsets
 
-  CUTE_DEVICE int after(int stage) const { return stage + 1 == params_.stages.count ? 0 : stage + 1; }
   CUTE_DEVICE Stage stage_at(int index) const {
     return {params_.stages, shared_ + (worker_.index * params_.stages.count + index) * params_.stages.stage_bytes};
   }
@@ -80,21 +77,21 @@ class WorkerPipeline {
     rows_ = view.rows(source.tile);
   }
 
-  // Fills the next stage. Always commits a group, so that groups count stages.
-  CUTE_DEVICE void fetch() {
+  // Fills a stage. Always commits a group, so that groups count stages.
+  CUTE_DEVICE void fetch(int into) {
     int slot = turn_ % 32, tile = __shfl_sync(~0u, tile_, slot), rows = __shfl_sync(~0u, rows_, slot);
     int first_row = __shfl_sync(~0u, first_row_, slot);
     if (tile >= 0) {
-      Stage stage = stage_at(fetch_stage_);
+      Stage stage = stage_at(into);
       bool is_value = turn_ % 2;
-      fetch_block(stage.block, (is_value ? params_.values : params_.keys).blocks + int64_t{first_row} * format::kLanes, rows);
+      fetch_block(stage.block, (is_value ? params_.values : params_.keys).blocks + int64_t{first_row} * format::kLanes,
+                  rows);
       if (!is_value) fetch_order(stage.token_order, params_.keys, tile);
       if (is_value && params_.erases) fetch_order(stage.token_order, params_.values, tile);
       if (!is_value && params_.own_orders) fetch_order(stage.value_order, params_.values, tile);
     }
     if (++turn_ % 32 == 0) look_up();
     cp_async_fence();
-    fetch_stage_ = after(fetch_stage_);
   }
 
   // Read once a pass: evict-first. The loop is unrolled by hand so that a copy costs a predicate and an LDGSTS.

@@ -34,7 +34,9 @@ inline constexpr int kMaxThreads = (kWarpgroups + 1) * kWarpgroupThreads;
 
 // By the registers that the compiler needs.
 template <class Traits>
-inline constexpr int kMaxWarpgroups = Traits::kRegisters <= 104 ? 4 : Traits::kRegisters <= 140 ? 3 : 2;
+inline constexpr int kMaxWarpgroups = Traits::kRegisters <= 104   ? 4
+                                      : Traits::kRegisters <= 140 ? 3
+                                                                  : 2;
 
 inline constexpr int kWorkersBarrier = 0;
 

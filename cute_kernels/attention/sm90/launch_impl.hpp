@@ -11,11 +11,10 @@ KernelLimits limits(format::DType dtype, int n) {
   return visit_traits<kHeadDim>(dtype, n, [](auto traits) -> KernelLimits {
     using T = decltype(traits);
     constexpr int kMaxWorkers = Storage<T>::kMaxWorkers;
-    constexpr int kMaxStagesEach = kMaxStages / kMaxWorkers < kMaxStagesOfWorker ? kMaxStages / kMaxWorkers
-                                                                                 : kMaxStagesOfWorker;
-    return {kMaxWorkers,    T::kWorkerWarps,
-            kMinStages,     kMaxStagesEach,
-            min_block_bytes<T>(kMinStages), kFixedBytes<T>};
+    constexpr int kMaxStagesEach =
+        kMaxStages / kMaxWorkers < kMaxStagesOfWorker ? kMaxStages / kMaxWorkers : kMaxStagesOfWorker;
+    return {kMaxWorkers,    T::kWorkerWarps, kMinStages, kMaxStagesEach, min_block_bytes<T>(kMinStages),
+            kFixedBytes<T>, false,           false};
   });
 }
 
@@ -24,8 +23,7 @@ void launch(Params const& params, Config const& config, cudaStream_t stream) {
   visit_traits<kHeadDim>(params.keys.dtype, config.n, [&](auto traits) {
     using T = decltype(traits);
     int warpgroups = (config.workers * T::kWorkerWarps + kWarpgroupWarps - 1) / kWarpgroupWarps;
-    launch_attention(attention_kernel<T>, params, config, (warpgroups + 1) * kWarpgroupThreads, kFixedBytes<T>,
-                     stream);
+    launch_attention(attention_kernel<T>, params, config, (warpgroups + 1) * kWarpgroupThreads, kFixedBytes<T>, stream);
     launch_combine<T>(params, config, stream);
   });
 }

@@ -12,7 +12,7 @@ struct Slot {
   int stage = -1;  // -1: none
   uint32_t phase = 0;
   bool is_value = false;
-  bool waits = false;      // for the stage before to arrive
+  bool waits = false;                     // for the stage before to arrive
   int tile = 0, first_row = 0, rows = 0;  // no rows: a unit of the window
 
   // A producer's workers take turns.
@@ -54,7 +54,7 @@ CUTE_DEVICE void load_tiles(StageRing const& ring, WorkLine<N> const& line, int 
       __syncwarp();  // a lane that still issues must not be left behind by lanes that wait
       if (i == 1) next = Slot<N>(ring, line, producer, first + 32 + lane);  // not before the first copy
       int index = __shfl_sync(~0u, mine.stage, i);
-      if (index < 0) continue;  // a piece that is a unit shorter
+      if (index < 0) continue;                                               // a piece that is a unit shorter
       ring.barriers.empty[index].wait(__shfl_sync(~0u, mine.phase, i) ^ 1);  // a fresh stage counts as empty
       // At the start all SMs ask at once: what is wanted first has to come first.
       if (__shfl_sync(~0u, mine.waits, i)) ring.barriers.full[index - 1].wait(0);
@@ -72,8 +72,7 @@ CUTE_DEVICE void load_tiles(StageRing const& ring, WorkLine<N> const& line, int 
       ptx::bulk_copy(stage.block, view.blocks + int64_t{mine.first_row} * format::kLanes, bytes, &full, policy);
       int64_t order = int64_t{mine.tile} * kOrderBytes;
       if (own_order) ptx::bulk_copy(stage.token_order, view.token_order + order, kOrderBytes, &full, policy);
-      if (value_order)
-        ptx::bulk_copy(stage.value_order, params.values.token_order + order, kOrderBytes, &full, policy);
+      if (value_order) ptx::bulk_copy(stage.value_order, params.values.token_order + order, kOrderBytes, &full, policy);
     }
   }
 }
