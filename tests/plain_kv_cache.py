@@ -28,6 +28,7 @@ class PlainKVCache:
         value_keep=None,
         window=32,
         page_tokens=64,
+        max_append=64,
         device="cpu",
     ):
         if sparsity is not None:

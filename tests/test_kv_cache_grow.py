@@ -102,3 +102,28 @@ def test_growing_after_a_capture_is_refused():
         cache.append(k, v)
     with pytest.raises(RuntimeError, match="captured in a CUDA graph"):
         cache.grow(capacity=500)
+
+
+@pytest.mark.parametrize("max_append", [1, 7])
+def test_windows_with_room_for_short_appends(rng, max_append):
+    """What is cached is the same; only memory differs."""
+    slim, wide = make(capacity=500, max_append=max_append), make(capacity=500)
+    row = 2 * 2 * 2 * 64 * 2  # K and V, sequences, heads, D, bytes
+    assert wide.nbytes() - slim.nbytes() == (64 - max_append) * row
+    while (length := int(wide.lengths.sum()) // 2 if wide.batch else 0) < 400:
+        k, v = new(2, rng.choice([1, 1, 1, 2, 7, 8, 30, 64, 65]))
+        for cache in (slim, wide):
+            cache.append(k, v)
+        if rng.random() < 0.1 and length:
+            for cache in (slim, wide):
+                cache.crop(-rng.randrange(1) - min(length, 20))
+        slim._table.check()
+        assert same(slim, wide, 2)
+    q = oracle.gaussian(2, 4, 3, 64)
+    assert torch.equal(slim.attend(q), wide.attend(q))
+
+
+@pytest.mark.parametrize("max_append, error", [(0, ValueError), (65, ValueError), (1.5, TypeError)])
+def test_max_append_is_checked(max_append, error):
+    with pytest.raises(error, match="max_append"):
+        make(max_append=max_append)

@@ -30,6 +30,7 @@ class CacheConfig:
     value_keep: int
     window: int
     page_tokens: int
+    max_append: int
     device: torch.device
     page_bytes: int
     pages: int
@@ -62,6 +63,7 @@ def config(
     value_keep: Any,
     window: Any,
     page_tokens: Any,
+    max_append: Any,
     device: Any,
 ) -> CacheConfig:
     """Checks the arguments of KVCache."""
@@ -80,6 +82,9 @@ def config(
     page = at_least(page_tokens, "page_tokens", TILE)
     if page % TILE:
         raise ValueError(f"page_tokens must be a multiple of {TILE}, got {page}")
+    at_once = at_least(max_append, "max_append", 1)
+    if at_once > _pages.MAX_APPEND:
+        raise ValueError(f"max_append must be at most {_pages.MAX_APPEND}, got {at_once}")
     pages_per_sequence = _pages_per_sequence(most, recent, page)
     page_bytes = heads * (page // TILE) * _tile_bytes(padded, kept_k, kept_v)
     if pool_tokens is not None and pool_bytes is not None:
@@ -108,6 +113,7 @@ def config(
         value_keep=kept_v,
         window=recent,
         page_tokens=page,
+        max_append=at_once,
         device=target,
         page_bytes=page_bytes,
         pages=pages,

@@ -69,7 +69,7 @@ class CacheStorage:
             value_keep=made_for.value_keep,
             device=device,
         )
-        self.windows = _pages.Windows.allocate(self.pool, made_for.window)
+        self.windows = _pages.Windows.allocate(self.pool, made_for.window, made_for.max_append)
         self.lengths = torch.zeros(sequences, dtype=torch.int32, device=device)
         self._numbers = torch.arange(sequences, dtype=torch.int32, device=device)
         self._remembered: OrderedDict[tuple[int, ...], Tensor] = OrderedDict()

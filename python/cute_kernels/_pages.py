@@ -208,11 +208,12 @@ class Windows(_Tensors):
     recent: int
 
     @classmethod
-    def allocate(cls, pool: Pool, recent: int) -> Windows:
-        """Empty windows with room for `recent` tokens, a tile, and what one `append` may bring."""
+    def allocate(cls, pool: Pool, recent: int, max_append: int = MAX_APPEND) -> Windows:
+        """Empty windows with room for `recent` tokens, all but one of a tile, and the `max_append` that one call of
+        `append` may bring."""
         if recent < 0:
             raise ValueError(f"recent must be at least 0, got {recent}")
-        shape = (pool.sequences, pool.kv_heads, recent + TILE_TOKENS + MAX_APPEND, pool.head_dim)
+        shape = (pool.sequences, pool.kv_heads, recent + TILE_TOKENS - 1 + max_append, pool.head_dim)
         counters = (torch.zeros(pool.sequences, dtype=torch.int32, device=pool.device) for _ in range(2))
         return cls(
             torch.zeros(shape, dtype=pool.dtype, device=pool.device),

@@ -56,6 +56,8 @@ class KVCache(CacheRows):
         nonzero is.
     window: newest tokens of a sequence that are always dense.
     page_tokens: a multiple of 64.
+    max_append: from 1 to 64, new tokens a sequence that `append` takes in one kernel, and a window has room for. More
+        take several kernels. 1, enough for decoding, saves 63 dense tokens a sequence.
     device: a cpu or cuda device.
 
     Attributes, besides methods: the arguments max_batch, kv_heads, head_dim, dtype, capacity, window, page_tokens and
@@ -81,6 +83,7 @@ class KVCache(CacheRows):
         value_keep: int | None = None,
         window: int = 32,
         page_tokens: int = 64,
+        max_append: int = 64,
         device: torch.device | str | int = "cuda",
     ) -> None:
         config = _cache_checks.config(
@@ -97,6 +100,7 @@ class KVCache(CacheRows):
             value_keep=value_keep,
             window=window,
             page_tokens=page_tokens,
+            max_append=max_append,
             device=device,
         )
         super().__init__(config)
@@ -198,7 +202,7 @@ class KVCache(CacheRows):
             return
         self._refresh("append")
         new = k.shape[2]
-        if new > TILE:
+        if new > self._config.max_append:
             self._extend(k, v, rows, [new] * len(rows))
             return
         stays = self._table.stays_dense(rows, new)
@@ -285,8 +289,8 @@ class KVCache(CacheRows):
                 )
             self._table.rows[row].used = True
         self._captured = True
-        for first in range(0, k.shape[2], TILE):
-            chunk = slice(first, first + TILE)
+        for first in range(0, k.shape[2], self._config.max_append):
+            chunk = slice(first, first + self._config.max_append)
             self._storage.append(k[:, :, chunk], v[:, :, chunk], rows, capturing=True)
 
     def __repr__(self) -> str:

@@ -226,6 +226,7 @@ class SparseLayer(CacheLayerMixin):
             head_dim=head_dim,
             dtype=dtype,
             capacity=self._room,
+            max_append=1,
             device=keys.device,
             **self.settings.options,
         )
