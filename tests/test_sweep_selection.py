@@ -88,7 +88,7 @@ def test_a_grid_file(tmp_path, suffix):
     content = {"suites": ["readme"], "grids": [av]}
     path.write_text(json.dumps(content))  # JSON is YAML
     found = chosen("--grid-file", str(path), "--backend", "sm80")
-    assert len(found) == 2 * 5 * 2 + 3
+    assert len(found) == 3 * 5 * 2 + 3
 
 
 def test_yaml_without_pyyaml_says_what_to_install(tmp_path, monkeypatch):
