@@ -24,6 +24,7 @@ from profiling.environment import environment
 from profiling.generation import measure, models, rows
 from profiling.generation.measure import Side
 from profiling.generation.rows import Row
+from profiling.options import positive_integer
 from profiling.progress import Progress
 
 EXIT_OK, EXIT_FAILED, EXIT_MISSING, EXIT_INTERRUPTED = 0, 1, 2, 130
@@ -57,15 +58,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     source.add_argument("--random-config", choices=models.RANDOM_CONFIGS, metavar="NAME",
                         help="shape of a model with random weights (default: llama3-8b; without a GPU or with --quick "
                              "tiny)")
-    add("--prompt", type=_positive, metavar="N", help=f"tokens of each prompt (default: {PROMPT})")
+    add("--prompt", type=positive_integer, metavar="N", help=f"tokens of each prompt (default: {PROMPT})")
     add("--new", type=_at_least_3, metavar="N", help=f"new tokens of each sequence (default: {NEW_TOKENS})")
     add("--batch", type=_batches, metavar="LIST", help=f"sequences, or max (default: {BATCHES}; without a GPU 1,2)")
     add("--side", action="append", choices=measure.SIDES,
         help="what to measure, may be repeated (default: dense, sparse); -graph: steps as replays of a CUDA graph, "
              "with a StaticCache or a SparseKVCache")
     add("--sparsity", type=float, metavar="S", help=f"share of channels pruned (default: {SPARSITY})")
-    add("--key-keep", type=_positive, metavar="N", help="channels kept of keys, in place of --sparsity")
-    add("--value-keep", type=_positive, metavar="N", help="channels kept of values, in place of --sparsity")
+    add("--key-keep", type=positive_integer, metavar="N", help="channels kept of keys, in place of --sparsity")
+    add("--value-keep", type=positive_integer, metavar="N", help="channels kept of values, in place of --sparsity")
     add("--window", type=int, default=WINDOW, metavar="N", help=f"newest tokens kept dense (default: {WINDOW})")
     add("--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="(default: %(default)s)")
     add("--device", choices=("cpu", "cuda"), help="(default: cuda if there is one)")
@@ -203,25 +204,15 @@ def _command(args: argparse.Namespace, side: Side, batch: str) -> str:
     return shlex.join(map(str, words))
 
 
-def _positive(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a positive integer")
-    return value
-
-
 def _at_least_3(text: str) -> int:
     """So many tokens have a median step."""
-    if (value := _positive(text)) < 3:
+    if (value := positive_integer(text)) < 3:
         raise argparse.ArgumentTypeError(f"at least 3 new tokens are needed, got {value}")
     return value
 
 
 def _batches(text: str) -> list[int | str]:
-    return list(dict.fromkeys("max" if word.strip() == "max" else _positive(word) for word in text.split(",")))
+    return list(dict.fromkeys("max" if word.strip() == "max" else positive_integer(word) for word in text.split(",")))
 
 
 if __name__ == "__main__":

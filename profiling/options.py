@@ -65,7 +65,7 @@ def _what(add: Callable[..., object]) -> None:
              "cuda; for a dense operation a peer")
     add("--shape", action="append", type=_shape, metavar="B,Hq,Hkv,Sq,T,D",
         help="batch, query heads, KV heads, query tokens, cached tokens, head dim; such as 8,32,8,1,16384,128")
-    add("--keep", action="append", type=_positive, metavar="N", help="channels kept of each token")
+    add("--keep", action="append", type=positive_integer, metavar="N", help="channels kept of each token")
     add("--dtype", action="append", choices=cases.DTYPES, help="of cache, queries, weights and outputs")
     add("--data", action="append", choices=cases.DATA,
         help="gaussian; outlier: lognormal channel scales; equal: every value stream equally long, so no padding")
@@ -82,7 +82,7 @@ def _how(add: Callable[..., object]) -> None:
         help="last-level cache at every call: cold, other operands each time (default), or warm, the same ones again")
     add("--timing", choices=cases.TIMINGS,
         help="events: single calls (default); graph: a CUDA graph of many calls, divided; auto: graph below 50 us")
-    add("--repeats", type=_positive, metavar="N",
+    add("--repeats", type=positive_integer, metavar="N",
         help=f"timed calls a row (default: {REPEATS}, with --quick {QUICK_REPEATS})")
     add("--seed", type=int, default=0, metavar="N", help="of all random inputs (default: 0)")
     add("--list", action="store_true", help="print the cases, each as the command that measures it alone, and stop")
@@ -111,7 +111,7 @@ def _shape(text: str) -> Shape:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _positive(text: str) -> int:
+def positive_integer(text: str) -> int:
     try:
         value = int(text)
     except ValueError:

@@ -76,7 +76,8 @@ CUTE_DEVICE int attend(Params const& params, WorkLine<Traits::kN> const& line, U
       for (int stage = 0; stage < 2; ++stage) pipeline.next(), pipeline.release();
     }
 
-    segment = line.segment_with(end - 1);  // again, rather than to hold on to it: the window needs the registers
+    // Looked up again rather than held on to: the window needs the registers, unless workers are few (D 256).
+    if constexpr (Traits::kHeadDim < format::kMaxHeadDim) segment = line.segment_with(end - 1);
     Queries<Traits>(params, segment).load(channel_order<Traits>(params.keys, segment), tCrQ);
     int seen_by_all = Visibility(params, segment).seen_by_all();
     CUTE_NO_UNROLL

@@ -1,6 +1,6 @@
 """What must hold for every kernel, whatever compiled it.
 
-* No spills and no local memory, in any kernel but those of ALLOWED_STACK.
+* No spills and no local memory, in any kernel.
 * A product is of one of the kinds in `KINDS`, by its name. sparse_*_kernel copies with cp.async (LDGSTS) and multiplies
   with mma.sync (HMMA.16816). sparse_*_warps copies in bulk (UBLKCP) and multiplies with mma.sync. sparse_*_warpgroups
   copies in bulk and multiplies with WGMMAs of 64 x N x 16 whose A operand is in registers and which ptxas did not
@@ -19,10 +19,6 @@ from profiling.sass.dump import Kernel
 PRODUCT = re.compile(r"(?:\w+::)*(sparse_\w+?)_([a-z]+)(?:<|$)")
 KINDS = ("kernel", "warps", "warpgroups")
 HGMMA_SHAPE = re.compile(r"HGMMA\.64x\d+x16\..*\.RS")
-
-# Bytes of a kernel's stack that are let pass, by its name: one register of the dense window's path, which runs once in
-# 64 tokens of a window. ptxas hoists loads there for as long as registers last, and one beyond.
-ALLOWED_STACK = {re.compile(r".*sm80::attention_kernel<Traits<\w+,256,8>>.*"): 8}
 
 
 def is_product(kernel: Kernel) -> bool:
@@ -48,8 +44,7 @@ def _broken(kernel: Kernel) -> list[str]:
     counts, lines = kernel.code.counts, []
     if not kernel.code.instructions:
         return ["its code was not found in the disassembly"]
-    allowed = max((size for name, size in ALLOWED_STACK.items() if name.fullmatch(kernel.name)), default=0)
-    if kernel.stack > allowed or (allowed == 0 and (counts["STL"] or counts["LDL"] or kernel.local)):
+    if counts["STL"] or counts["LDL"] or kernel.stack or kernel.local:
         lines.append(f"spills or local memory: {counts['STL']} STL, {counts['LDL']} LDL, {kernel.stack} bytes of "
                      f"stack, {kernel.local} local")
     if is_product(kernel):
