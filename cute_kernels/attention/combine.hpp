@@ -91,6 +91,60 @@ struct RunningSum {
         share.accumulators[item]);
   }
   CUTE_DEVICE static int first_row(int item) { return item / 32 / kAtomsM<Traits> * 8 + 2 * (item % 4); }
+
+  // The sum of the lane whose index differs by `mask`, which takes part in the same way.
+  CUTE_DEVICE void add_from_lane(int mask) {
+    auto from = [&](float x) { return __shfl_xor_sync(~0u, x, mask); };
+    add({from(reference[0]), from(reference[1])}, {from(sum[0]), from(sum[1])},
+        make_float4(from(accumulators.x), from(accumulators.y), from(accumulators.z), from(accumulators.w)));
+  }
+
+  // Results: one of the four values, and of one of the two rows the logarithm of its sum of exponentials.
+  CUTE_DEVICE float value(int v) const {
+    float4 const& a = accumulators;
+    float of_row = v % 2 == 0 ? (v < 2 ? a.x : a.z) : (v < 2 ? a.y : a.w);
+    return reference_of(v % 2) == -INFINITY ? 0 : of_row / sum_of(v % 2);
+  }
+  CUTE_DEVICE float lse(int row) const {
+    constexpr float kLn2 = 0.693147180559945f;
+    return kLn2 * (reference_of(row) + log2f(sum_of(row)));
+  }
+
+ private:
+  CUTE_DEVICE float reference_of(int row) const { return row == 0 ? reference[0] : reference[1]; }
+  CUTE_DEVICE float sum_of(int row) const { return row == 0 ? sum[0] : sum[1]; }
+};
+
+// Where a value of an item belongs: its channel, back in its place, and row of the output.
+template <class Traits>
+class OutputPlace {
+ public:
+  using Element = typename Traits::Element;
+
+  // v: of the four of `lane` in atom (m, n).
+  CUTE_DEVICE OutputPlace(Params const& params, Segment const& segment, int lane, int m, int n, int v) {
+    auto thr_mma = make_tiled_mma(format::TileMmaAtom{}).get_slice(lane);
+    Tensor tCcC =
+        thr_mma.partition_C(make_identity_tensor(Shape<_16, _8>{}))(_, 0, 0);  // (MMA) -> (channel_position, row)
+    auto [position, row_of_block] = tCcC(v);
+    int64_t head = int64_t{segment.sequence} * params.keys.kv_heads + segment.kv_head;
+    channel_ = __ldg(params.values.channel_order + head * Traits::kHeadDim + 16 * m + position);
+    int row = 8 * n + row_of_block;
+    exists_ = row < segment.rows;
+    row_ = int64_t{segment.head} * params.rows + segment.first_row + row;
+  }
+
+  // Null if there is no such row or channel, or no LSE is wanted.
+  CUTE_DEVICE Element* out(Params const& params) const {
+    int head_dim = params.values.head_dim;
+    return exists_ && channel_ < head_dim ? static_cast<Element*>(params.out) + row_ * head_dim + channel_ : nullptr;
+  }
+  CUTE_DEVICE float* lse(Params const& params) const { return exists_ && params.lse ? params.lse + row_ : nullptr; }
+
+ private:
+  int channel_;
+  int64_t row_;
+  bool exists_;
 };
 
 // All workers have left the shares of the segments that their pieces end in: puts together those of each run of workers
@@ -122,39 +176,20 @@ CUTE_DEVICE void add_up_shares(Params const& params, WorkLine<Traits::kN> const&
   }
 }
 
-// Writes an atom of O: channels go back to their places.
+// Writes an atom of O.
 template <class Traits>
 CUTE_DEVICE void store_atom(Params const& params, Segment const& segment, int lane, int m, int n,
                             RunningSum<Traits> const& sum) {
-  using Element = typename Traits::Element;
-  int head_dim = params.values.head_dim;
-  int64_t head = int64_t{segment.sequence} * params.keys.kv_heads + segment.kv_head;
-  uint8_t const* channel_order = params.values.channel_order + head * Traits::kHeadDim;
-  int64_t out_row = int64_t{segment.head} * params.rows + segment.first_row;
-  auto thr_mma = make_tiled_mma(format::TileMmaAtom{}).get_slice(lane);
-  Tensor tCcC =
-      thr_mma.partition_C(make_identity_tensor(Shape<_16, _8>{}))(_, 0, 0);  // (MMA) -> (channel_position, row)
-  float const accumulators[4] = {sum.accumulators.x, sum.accumulators.y, sum.accumulators.z, sum.accumulators.w};
-  float factor[2];
-  CUTE_UNROLL
-  for (int i = 0; i < 2; ++i) factor[i] = sum.reference[i] == -INFINITY ? 0 : 1 / sum.sum[i];
-  CUTE_UNROLL
+  CUTE_NO_UNROLL
   for (int v = 0; v < 4; ++v) {
-    int channel = __ldg(channel_order + 16 * m + get<0>(tCcC(v))), row = 8 * n + get<1>(tCcC(v));
-    if (row < segment.rows && channel < head_dim)
-      static_cast<Element*>(params.out)[(out_row + row) * head_dim + channel] =
-          Element(accumulators[v] * factor[v % 2]);
-  }
-  if (m > 0 || lane >= 4 || !params.lse) return;
-  CUTE_UNROLL
-  for (int i = 0; i < 2; ++i) {
-    int row = 8 * n + 2 * lane + i;
-    constexpr float kLn2 = 0.693147180559945f;
-    if (row < segment.rows) params.lse[out_row + row] = kLn2 * (sum.reference[i] + log2f(sum.sum[i]));
+    OutputPlace<Traits> place(params, segment, lane, m, n, v);
+    if (auto* out = place.out(params)) *out = typename Traits::Element(sum.value(v));
+    if (v < 2 && m == 0 && lane < 4)
+      if (float* lse = place.lse(params)) *lse = sum.lse(v);
   }
 }
 
-inline constexpr int kCombineWarps = 3;
+inline constexpr int kCombineWarps = 2;
 inline constexpr int kCombineCtas = 16;  // of an SM, by registers: they are to fit in beside the attention kernel
 
 // Grid: (segments, atoms). Warp w takes every kCombineWarps-th partial; warp 0 puts the warps' sums together. A
@@ -171,11 +206,11 @@ __global__ void __launch_bounds__(32 * kCombineWarps, kCombineCtas)
   Segment segment = line.segment(blockIdx.x);
   int atom = blockIdx.y, m = atom % kAtomsM<Traits>, n = atom / kAtomsM<Traits>;
   if (8 * n >= segment.rows) return;
-  int first = line.cta_of(segment.units.begin), last = line.cta_of(segment.units.end - 1);
-  int last_worker = line.worker_of(last, segment.units.end - 1);
-  bool crossing = line.piece_begin(last, last_worker + 1) > segment.units.end;
+  int last_piece = line.piece_with(segment.units.end - 1);
+  int first = line.piece_with(segment.units.begin) / params.workers, last = last_piece / params.workers;
+  bool crossing = line.piece_begin(last_piece + 1) > segment.units.end;
   // CTAs have put together the shares of pieces that end in the segment: those that lie before the crossing one.
-  int shares_end = crossing ? line.piece_begin(last, last_worker) : segment.units.end;
+  int shares_end = crossing ? line.piece_begin(last_piece) : segment.units.end;
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32, item = ShareLayout<Traits>{}(lane, atom);
   RunningSum<Traits> sum;
   ptx::wait_for_primary();

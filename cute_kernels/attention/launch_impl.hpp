@@ -4,6 +4,7 @@
 #include "cute_kernels/attention/combine.hpp"
 #include "cute_kernels/attention/launch.hpp"
 #include "cute_kernels/common/error.hpp"
+#include "cute_kernels/matmul/launch_clusters.hpp"
 
 namespace cute_kernels::attention {
 
@@ -30,15 +31,11 @@ inline int unit_ends_bytes(Params const& params) {
   return params.ragged ? (params.batch + 1) * static_cast<int>(sizeof(int)) : 0;
 }
 
-template <class Kernel>
-void launch_attention(Kernel kernel, Params const& params, Config const& config, int threads, int fixed_bytes,
-                      cudaStream_t stream) {
-  int shared_bytes =
-      fixed_bytes + params.workers * params.stages.count * params.stages.stage_bytes + unit_ends_bytes(params);
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
-             "cudaFuncSetAttribute");
-  kernel<<<config.ctas, threads, shared_bytes, stream>>>(params);
-  check_cuda(cudaGetLastError(), "launch of an attention kernel");
+// shared_bytes: all but the ends of units.
+template <class KernelParams>
+void launch_attention(void (*kernel)(KernelParams), KernelParams const& params, Config const& config, int threads,
+                      int shared_bytes, cudaStream_t stream) {
+  matmul::launch_clusters(kernel, params, config, threads, shared_bytes + unit_ends_bytes(params), stream);
 }
 
 template <class Traits>

@@ -9,14 +9,15 @@
 namespace cute_kernels::attention {
 
 struct Params : Problem {
-  float scale_log2;  // the kernels' exponentials are powers of two
-  int rows;          // query rows of a KV head: group size x query tokens
-  int group;         // query heads of a KV head
-  int workers;       // of a CTA
-  int ctas;
+  float scale_log2;                       // the kernels' exponentials are powers of two
+  int rows;                               // query rows of a KV head: group size x query tokens
+  int group;                              // query heads of a KV head
+  int workers;                            // of a CTA
   bool ragged;                            // units differ from sequence to sequence
+  bool by_segments;                       // see work.hpp; never if ragged
   bool own_orders;                        // keys and values were not compressed together: each has its token order
   bool erases;                            // sequences may end within a tile whose further tokens are stored
+  cutlass::FastDivmod pieces;             // of the line, or of a segment if by_segments
   cutlass::FastDivmod units_per_segment;  // unless ragged
   cutlass::FastDivmod row_segments;       // of a row of q: KV heads x blocks of query rows
   cutlass::FastDivmod row_blocks, query_tokens;  // as divisors

@@ -1,8 +1,8 @@
-// The line of work: units, segment after segment, cut into equal shares of consecutive units, one a CTA, and those into
-// equal pieces, one a worker.
+// The line of work: units, segment after segment, cut into equal pieces of consecutive units, one a worker. Or, where
+// that is about as even, cut at the segments' ends too, so that a cluster has all pieces of its segments.
 //
-// A segment is (row of q, KV head, block of N query rows). Its units are 64 tokens of its window each, then the tiles
-// of its compressed tokens; one that has neither has one unit all the same, so that its result is written. Where
+// A segment is (row of q, KV head, block of N query rows). Its units are a few tokens of its window each, then the
+// tiles of its compressed tokens; one that has neither has one unit all the same, so that its result is written. Where
 // lengths are on the device, so is the partition: every CTA works it out for itself.
 #pragma once
 
@@ -11,13 +11,15 @@
 namespace cute_kernels::attention {
 
 inline constexpr int kUnitTokens = format::kTileTokens;
-inline constexpr int kMaxWorkers = 15;  // by the barriers of a CTA
-
-CUTE_HOST_DEVICE constexpr int64_t units_of(int64_t tokens) { return (tokens + kUnitTokens - 1) / kUnitTokens; }
+inline constexpr int kWindowUnitTokens = 32;  // dense ones, in no more time than a tile takes
+inline constexpr int kMaxWorkers = 14;        // by the barriers of a CTA
 
 // Of a segment.
+CUTE_HOST_DEVICE constexpr int64_t window_units_of(int64_t tokens) {
+  return (tokens + kWindowUnitTokens - 1) / kWindowUnitTokens;
+}
 CUTE_HOST_DEVICE constexpr int64_t units_of(int64_t tokens, int64_t window_tokens) {
-  int64_t units = units_of(tokens) + units_of(window_tokens);
+  int64_t units = (tokens + kUnitTokens - 1) / kUnitTokens + window_units_of(window_tokens);
   return units > 0 ? units : 1;
 }
 
@@ -67,34 +69,33 @@ class WorkLine {
 
   // With all threads, after that barrier.
   CUTE_DEVICE void cut() {
-    int row_segments = params_.row_segments.divisor;
-    int units = params_.ragged ? unit_ends_[params_.batch] * row_segments
-                               : params_.batch * row_segments * params_.units_per_segment.divisor;
-    units_per_cta_ = units / params_.ctas;
-    spare_units_ = units - units_per_cta_ * params_.ctas;
+    int per_segment = params_.units_per_segment.divisor;
+    part_units_ = params_.by_segments ? per_segment
+                  : params_.ragged    ? unit_ends_[params_.batch] * params_.row_segments.divisor
+                                      : segments() * per_segment;
+    params_.pieces(units_per_piece_, spare_units_, part_units_);
   }
 
   CUTE_DEVICE int segments() const { return params_.batch * params_.row_segments.divisor; }
 
-  // CTAs' shares of the line differ by one unit at most. Some have none if there are fewer units than CTAs.
-  CUTE_DEVICE int cta_begin(int cta) const { return cta * units_per_cta_ + min(cta, spare_units_); }
-  CUTE_DEVICE int cta_of(int unit) const {
-    int in_longer = spare_units_ * (units_per_cta_ + 1);
-    return unit < in_longer ? unit / (units_per_cta_ + 1) : spare_units_ + (unit - in_longer) / units_per_cta_;
+  // Pieces differ by one unit at most, the longer ones spread evenly. Some are empty if there are fewer units.
+  CUTE_DEVICE int piece_begin(int piece) const {
+    if (!params_.by_segments) return piece * units_per_piece_ + params_.pieces.div(piece * spare_units_);
+    int part, index;
+    params_.pieces(part, index, piece);
+    return part * part_units_ + index * units_per_piece_ + params_.pieces.div(index * spare_units_);
   }
+  CUTE_DEVICE UnitRange piece(int index) const { return {piece_begin(index), piece_begin(index + 1)}; }
+  CUTE_DEVICE UnitRange piece_of_worker(int worker) const { return piece(blockIdx.x * params_.workers + worker); }
+  CUTE_DEVICE int cta_begin(int cta) const { return piece_begin(cta * params_.workers); }
+  CUTE_DEVICE int longest() const { return units_per_piece_ + (spare_units_ > 0); }
 
-  // So do the pieces of a CTA's workers.
-  CUTE_DEVICE int piece_begin(int cta, int worker) const {
-    int begin = cta_begin(cta);
-    return begin + worker * (cta_begin(cta + 1) - begin) / params_.workers;
-  }
-  CUTE_DEVICE UnitRange piece(int worker) const {
-    return {piece_begin(blockIdx.x, worker), piece_begin(blockIdx.x, worker + 1)};
-  }
-  CUTE_DEVICE int worker_of(int cta, int unit) const {
-    int worker = (unit - cta_begin(cta)) * params_.workers / (cta_begin(cta + 1) - cta_begin(cta));
-    while (piece_begin(cta, worker + 1) <= unit) ++worker;
-    return worker;
+  // Of the whole line's.
+  CUTE_DEVICE int piece_with(int unit) const {
+    float share = static_cast<float>(unit) / static_cast<float>(part_units_);
+    int piece = max(0, static_cast<int>(share * params_.pieces.divisor) - 1);  // rounding moves it by less than one
+    while (piece_begin(piece + 1) <= unit) ++piece;
+    return piece;
   }
 
   CUTE_DEVICE Segment segment(int index) const {
@@ -128,8 +129,8 @@ class WorkLine {
 
  private:
   Params const& params_;
-  int* unit_ends_;  // (batch + 1): units of one segment of every row before
-  int units_per_cta_, spare_units_;
+  int* unit_ends_;                                  // (batch + 1): units of one segment of every row before
+  int part_units_, units_per_piece_, spare_units_;  // a part is the line, or a segment if by_segments
 
   CUTE_DEVICE int sequence_of(int row) const { return params_.sequences ? __ldg(params_.sequences + row) : row; }
 
@@ -144,7 +145,7 @@ class WorkLine {
             first_row,
             min(N, params_.rows - first_row),
             {begin, begin + units},
-            static_cast<int>(units_of(window_tokens)),
+            static_cast<int>(window_units_of(window_tokens)),
             tokens_of(sequence),
             window_tokens};
   }

@@ -99,8 +99,12 @@ void run(attention::Problem const& problem, void* workspace, std::string const& 
                           attention::kStageOrders * attention::kOrderBytes, 0, units);
   if (problem.num_splits > 0)
     plan.config.ctas = static_cast<int>(std::min<int64_t>(plan.config.ctas, problem.num_splits * segments));
+  else if (limits.joins_segments && !params.ragged)
+    cut_by_segments(device, static_cast<int>(segments), static_cast<int>(units_each), plan.config);
+  params.by_segments = plan.config.segment_pieces > 0;
   params.workers = plan.config.workers;
-  params.ctas = plan.config.ctas;
+  params.pieces =
+      cutlass::FastDivmod(params.by_segments ? plan.config.segment_pieces : plan.config.ctas * plan.config.workers);
   params.stages = plan.stages;
   kernels.launch(params, plan.config, stream);
 }

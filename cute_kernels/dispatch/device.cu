@@ -9,8 +9,10 @@ namespace {
 
 __global__ void fill_multiprocessor() {}
 
-// Clusters of CTAs that take an SM each: how many run at a time.
+// Clusters of CTAs that take an SM each: how many run at a time. More than 8 CTAs a cluster need not be possible.
 int max_clusters(DeviceLimits const& device, unsigned ctas) {
+  check_cuda(cudaFuncSetAttribute(fill_multiprocessor, cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
+             "cudaFuncSetAttribute");
   check_cuda(
       cudaFuncSetAttribute(fill_multiprocessor, cudaFuncAttributeMaxDynamicSharedMemorySize, device.shared_bytes),
       "cudaFuncSetAttribute");
@@ -24,7 +26,9 @@ int max_clusters(DeviceLimits const& device, unsigned ctas) {
   launch.attrs = &attribute;
   launch.numAttrs = 1;
   int clusters = 0;
-  check_cuda(cudaOccupancyMaxActiveClusters(&clusters, fill_multiprocessor, &launch), "cudaOccupancyMaxActiveClusters");
+  cudaError_t error = cudaOccupancyMaxActiveClusters(&clusters, fill_multiprocessor, &launch);
+  if (error == cudaErrorInvalidClusterSize) return cudaGetLastError(), 0;
+  check_cuda(error, "cudaOccupancyMaxActiveClusters");
   return clusters;
 }
 
@@ -56,7 +60,7 @@ DeviceLimits current_device() {
     // overlap it.
     limits.programmatic_launch = CUTE_KERNELS_HAVE_SM90A && limits.major == 9 && limits.minor == 0;
     if (!limits.programmatic_launch) return;
-    limits.max_pairs = max_clusters(limits, 2), limits.max_quads = max_clusters(limits, 4);
+    for (int i = 1; i <= kMaxClusterLog2; ++i) limits.max_clusters[i] = max_clusters(limits, 1u << i);
   });
   return known[device];
 }

@@ -25,13 +25,14 @@ inline constexpr int kSchedulers = 4;  // of an SM, each issuing for a quarter o
 inline constexpr int kBytesAhead = 32 << 10, kMinStagesAhead = 2, kMaxStagesAhead = 8;
 inline constexpr int kMaxProducers = 4;
 
+inline constexpr int kMaxClusterLog2 = 4;  // 16 CTAs, more than every device must have
+
 struct DeviceLimits {
   int multiprocessors;
-  int shared_bytes;          // a CTA may have, opt-in
-  int major, minor;          // compute capability
-  bool programmatic_launch;  // by the device and by the code built for it
-  int max_pairs = 0;         // clusters of two CTAs, one an SM, that run at a time
-  int max_quads = 0;         // of four
+  int shared_bytes;                            // a CTA may have, opt-in
+  int major, minor;                            // compute capability
+  bool programmatic_launch;                    // by the device and by the code built for it
+  int max_clusters[kMaxClusterLog2 + 1] = {};  // of 2^i CTAs, one an SM, that run at a time
 };
 
 struct Plan {
@@ -79,20 +80,25 @@ inline Plan choose_plan(DeviceLimits const& device, matmul::KernelLimits const& 
   return plan;
 }
 
-// Where it makes no worker's piece longer, cuts segments rather than the whole line into pieces, such that the CTAs of
-// a cluster have all those of their segments: that saves partials and the kernel that adds them up.
+// Where it is about as even, cuts segments rather than the whole line into pieces, such that the CTAs of a cluster have
+// all those of their segments: that saves partials and the kernel that adds them up, in whose time an SM multiplies
+// kTilesOfCombine tiles.
+inline constexpr int kTilesOfCombine = 8;
+
 inline void cut_by_segments(DeviceLimits const& device, int segments, int tiles_per_segment, matmul::Config& config) {
   auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
   int workers = config.workers;
-  int64_t longest = ceil_div(int64_t{segments} * tiles_per_segment, int64_t{config.ctas} * workers);
+  int64_t tiles = int64_t{segments} * tiles_per_segment, longest = ceil_div(tiles, int64_t{config.ctas} * workers);
   auto try_pieces = [&](int pieces, int cluster, int max_clusters) {
     int64_t ctas = int64_t{segments} * pieces / workers;
     bool fits = pieces <= tiles_per_segment && int64_t{segments} * pieces % workers == 0 &&
-                ctas <= int64_t{max_clusters} * cluster && ceil_div(tiles_per_segment, pieces) <= longest;
+                ctas <= int64_t{max_clusters} * cluster && ceil_div(tiles_per_segment, pieces) <= longest + 1 &&
+                ceil_div(tiles, ctas) <= ceil_div(tiles, config.ctas) + kTilesOfCombine;
     if (fits) config.segment_pieces = pieces, config.cluster = cluster, config.ctas = static_cast<int>(ctas);
     return fits;
   };
-  if (try_pieces(4 * workers, 4, device.max_quads) || try_pieces(2 * workers, 2, device.max_pairs)) return;
+  for (int i = kMaxClusterLog2; i > 0; --i)
+    if (try_pieces(workers << i, 1 << i, device.max_clusters[i])) return;
   for (int pieces = workers; pieces > 0; --pieces)
     if (workers % pieces == 0 && try_pieces(pieces, 1, device.multiprocessors)) return;
 }

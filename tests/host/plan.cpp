@@ -64,21 +64,23 @@ void check_ring(dispatch::Plan const& plan) {
   check(stages >= workers, "a stage for every worker", workers, stages);
 }
 
-// Cutting at segments' ends makes no piece longer, and gives every cluster whole segments.
+// Cutting at segments' ends is about as even, and gives every cluster whole segments.
 void check_segments(DeviceLimits const& device, matmul::Config config, int segments, int tiles_per_segment) {
   auto ceil_div = [](int a, int b) { return (a + b - 1) / b; };
   int tiles = segments * tiles_per_segment, longest = ceil_div(tiles, config.ctas * config.workers);
+  int of_a_cta = ceil_div(tiles, config.ctas);
   dispatch::cut_by_segments(device, segments, tiles_per_segment, config);
-  check(config.cluster == 1 || config.cluster == 2 || config.cluster == 4, "cluster", config.cluster);
+  int log2 = 0;
+  while (1 << log2 < config.cluster) ++log2;
+  check(1 << log2 == config.cluster && log2 <= dispatch::kMaxClusterLog2, "cluster", config.cluster);
   if (config.segment_pieces == 0) return void(check(config.cluster == 1, "no clusters without segments"));
   int pieces = config.segment_pieces;
   check(pieces * segments == config.ctas * config.workers, "a piece for every worker", pieces, config.ctas);
-  check(ceil_div(tiles_per_segment, pieces) <= longest, "no piece is longer", pieces, longest);
+  check(ceil_div(tiles_per_segment, pieces) <= longest + 1, "pieces are longer by a tile at most", pieces, longest);
+  check(ceil_div(tiles, config.ctas) <= of_a_cta + dispatch::kTilesOfCombine, "a CTA has few tiles more", config.ctas);
   check(config.cluster * config.workers % pieces == 0, "clusters have whole segments", pieces, config.cluster);
   check(config.cluster == 1 || config.cluster * config.workers == pieces, "a cluster has one segment", pieces);
-  int clusters = config.cluster == 4   ? device.max_quads
-                 : config.cluster == 2 ? device.max_pairs
-                                       : device.multiprocessors;
+  int clusters = log2 > 0 ? device.max_clusters[log2] : device.multiprocessors;
   check(config.ctas % config.cluster == 0 && config.ctas / config.cluster <= clusters, "clusters fit", config.ctas);
 }
 
@@ -86,7 +88,7 @@ int main() {
   std::mt19937 random(std::random_device{}());
   auto draw = [&](int low, int high) { return std::uniform_int_distribution<int>(low, high)(random); };
   const DeviceLimits devices[] = {
-      {132, 232448, 9, 0, true, 66, 32}, {108, 166912, 8, 0, false}, {84, 101376, 8, 6, false}};
+      {132, 232448, 9, 0, true, {0, 66, 32, 16, 8}}, {108, 166912, 8, 0, false}, {84, 101376, 8, 6, false}};
   for (int i = 0; i < 500; ++i) {
     int heads = draw(1, 12), row_blocks = draw(1, 3), tiles_per_head = draw(1, 60);
     int64_t tiles = int64_t{heads} * row_blocks * tiles_per_head;

@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(32 * kMaxWarps<Traits>, 1) attention_kernel(CU
   if (params.ragged) __syncthreads();
   line.cut();
   Worker<Traits> worker(threadIdx.x / 32);
-  UnitRange piece = line.piece(worker.index);
+  UnitRange piece = line.piece_of_worker(worker.index);
   WorkerPipeline<Traits> pipeline(params, line, stages, worker, piece);
   storage.last_segment[worker.index] =
       attend<Traits>(params, line, piece, worker, storage.exchanges[worker.index], pipeline);

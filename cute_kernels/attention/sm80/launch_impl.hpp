@@ -19,7 +19,8 @@ template <int kHeadDim>
 void launch(Params const& params, Config const& config, cudaStream_t stream) {
   visit_traits<kHeadDim>(params.keys.dtype, config.n, [&](auto traits) {
     using T = decltype(traits);
-    launch_attention(attention_kernel<T>, params, config, T::kWorkerThreads * config.workers, kFixedBytes<T>, stream);
+    launch_attention(attention_kernel<T>, params, config, T::kWorkerThreads * config.workers,
+                     kFixedBytes<T> + config.workers * params.stages.count * params.stages.stage_bytes, stream);
     launch_combine<T>(params, config, stream);
   });
 }

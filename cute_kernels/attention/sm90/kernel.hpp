@@ -1,36 +1,16 @@
-// The kernel of CC 9.0: producer warps beside workers that each read their own piece's tiles from their own stages.
+// The kernel of CC 9.0: producer warps beside workers that read the tiles of their own pieces from one ring of stages.
 #pragma once
 
-#include <cutlass/arch/reg_reconfig.h>
-
 #include "cute_kernels/attention/mainloop.hpp"
+#include "cute_kernels/attention/sm90/finish_segments.hpp"
 #include "cute_kernels/attention/sm90/load.hpp"
+#include "cute_kernels/matmul/sm90/roles.hpp"
 
 namespace cute_kernels::attention::sm90 {
 
-inline constexpr int kWarpgroupThreads = 128;
-inline constexpr int kWarpgroupWarps = 4;
-static_assert(kProducers == kWarpgroupWarps);
-
-// Registers of a thread, by how many warpgroups work beside the producers': what the compiler may use at launch, dealt
-// anew by setmaxnreg.
-template <int kWarpgroups>
-struct RegisterBudget;
-template <>
-struct RegisterBudget<2> {
-  static constexpr int kProducer = 56, kWorker = 224;
-};
-template <>
-struct RegisterBudget<3> {
-  static constexpr int kProducer = 56, kWorker = 152;
-};
-template <>
-struct RegisterBudget<4> {
-  static constexpr int kProducer = 64, kWorker = 104;
-};
-
-template <int kWarpgroups>
-inline constexpr int kMaxThreads = (kWarpgroups + 1) * kWarpgroupThreads;
+using matmul::sm90::kMaxThreads;
+using matmul::sm90::kWarpgroupThreads;
+using matmul::sm90::kWarpgroupWarps;
 
 // By the registers that the compiler needs.
 template <class Traits>
@@ -43,10 +23,10 @@ inline constexpr int kWorkersBarrier = 0;
 template <class Traits>
 struct Storage {
   static constexpr int kMaxWorkers = kMaxWarpgroups<Traits> * kWarpgroupWarps / Traits::kWorkerWarps;
-  static_assert(kMaxWorkers <= attention::kMaxWorkers);
+  static_assert(kMaxWorkers <= attention::kMaxWorkers && kMaxWorkers < matmul::sm90::kStartBarrier);
 
   Exchange<Traits> exchanges[kMaxWorkers];
-  RingBarriers barriers;
+  matmul::sm90::RingBarriers barriers;
   int last_segment[kMaxWorkers];
 };
 template <class Traits>
@@ -55,74 +35,66 @@ inline constexpr int kFixedBytes = (sizeof(Storage<Traits>) + 127) / 128 * 128;
 template <class Traits>
 class WorkerPipeline {
  public:
-  CUTE_DEVICE WorkerPipeline(StageRing const& ring, int worker)
-      : ring_(ring), worker_(worker), first_(worker * ring.params.stages.count) {}
+  // A worker passes through `empty_turns` turns after its last.
+  CUTE_DEVICE WorkerPipeline(RingParams const& params, StageRing const& ring, int worker, int empty_turns)
+      : params_(params), ring_(ring), reader_(ring, worker), worker_(worker), empty_turns_(empty_turns) {}
 
-  CUTE_DEVICE Stage next() {
-    ring_.barriers.full[first_ + turn_].wait(phase_);
-    ptx::compiler_fence();  // the library's wait does not say that it orders memory
-    return ring_[first_ + turn_];
-  }
+  CUTE_DEVICE Stage next() { return {params_.stages, reader_.wait()}; }
 
   // written: the worker wrote to the stage; the copy that fills it next must not overtake that.
   CUTE_DEVICE void release(bool written = false) {
     if (written) cutlass::arch::fence_view_async_shared();
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) ring_.barriers.empty[first_ + turn_].arrive();
-    if (++turn_ == ring_.params.stages.count) turn_ = 0, phase_ ^= 1;
+    reader_.release();
   }
 
   // Room for this worker's share of its last segment, when all workers have read all their tiles.
   CUTE_DEVICE Share<Traits>* finish() {
+    for (int turn = 0; turn < empty_turns_; ++turn) next(), release();
     sync_workers();
     return reinterpret_cast<Share<Traits>*>(ring_.data) + worker_;
   }
 
-  CUTE_DEVICE void sync_workers() {
-    ptx::named_barrier(kWorkersBarrier, Traits::kWorkerThreads * ring_.params.workers);
-  }
+  CUTE_DEVICE void sync_workers() { ptx::named_barrier(kWorkersBarrier, Traits::kWorkerThreads * params_.workers); }
 
  private:
+  RingParams const& params_;
   StageRing const& ring_;
-  int worker_, first_, turn_ = 0;
-  uint32_t phase_ = 0;
+  matmul::sm90::RingReader reader_;
+  int worker_, empty_turns_;
 };
 
 template <class Traits>
 __global__ void __launch_bounds__(kMaxThreads<kMaxWarpgroups<Traits>>, 1)
-    attention_kernel(CUTE_GRID_CONSTANT Params const params) {
+    attention_kernel(CUTE_GRID_CONSTANT RingParams const params) {
   extern __shared__ __align__(128) uint8_t shared[];
-  using Budget = RegisterBudget<kMaxWarpgroups<Traits>>;
   ptx::launch_dependents();
   auto& storage = *reinterpret_cast<Storage<Traits>*>(shared);
-  int all_stages = params.workers * params.stages.count;
-  StageRing ring{params, storage.barriers, shared + kFixedBytes<Traits>};
-  WorkLine<Traits::kN> line(params, reinterpret_cast<int*>(ring.data + all_stages * params.stages.stage_bytes));
-  if (threadIdx.x < all_stages) {
-    storage.barriers.full[threadIdx.x].init(1);
-    storage.barriers.empty[threadIdx.x].init(Traits::kWorkerWarps);
-    cutlass::arch::fence_barrier_init();
-  }
+  StageRing ring{params.ring, storage.barriers, shared + kFixedBytes<Traits>, Traits::kWorkerWarps};
+  WorkLine<Traits::kN> line(params,
+                            reinterpret_cast<int*>(ring.data + params.stages.count * params.stages.stage_bytes));
   line.prepare();
-  __syncthreads();
+  if (params.ragged) __syncthreads();
   line.cut();
 
-  int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), first_producer = blockDim.x / 32 - kWarpgroupWarps;
-  if (warp >= first_producer) {
-    cutlass::arch::warpgroup_reg_dealloc<Budget::kProducer>();
-    load_tiles(ring, line, warp - first_producer);
-  } else {
-    cutlass::arch::warpgroup_reg_alloc<Budget::kWorker>();
-    Worker<Traits> worker(warp);
-    if (worker.index >= params.workers) return;  // workers need not fill their last warpgroup
-    UnitRange piece = line.piece(worker.index);
-    WorkerPipeline<Traits> pipeline(ring, worker.index);
-    storage.last_segment[worker.index] =
-        attend<Traits>(params, line, piece, worker, storage.exchanges[worker.index], pipeline);
-    pipeline.sync_workers();
-    add_up_shares<Traits>(params, line, reinterpret_cast<Share<Traits> const*>(ring.data), storage.last_segment,
-                          Traits::kWorkerThreads * params.workers);
-  }
+  matmul::sm90::split_roles<kMaxWarpgroups<Traits>>(
+      [&](int producer) { load_tiles(params, line, ring, producer); },
+      [&] {
+        Worker<Traits> worker(__shfl_sync(~0u, threadIdx.x / 32, 0));
+        bool works = worker.index < params.workers;  // workers need not fill their last warpgroup
+        if (works && worker.part == 0) ring.open(worker.index);
+        if (works) worker.sync();
+        ring.arrive();
+        if (!works) return;
+        UnitRange piece = line.piece_of_worker(worker.index);
+        WorkerPipeline<Traits> pipeline(params, ring, worker.index, 2 * (line.longest() - (piece.end - piece.begin)));
+        storage.last_segment[worker.index] =
+            attend<Traits>(params, line, piece, worker, storage.exchanges[worker.index], pipeline);
+        auto* shares = reinterpret_cast<Share<Traits>*>(ring.data);
+        if (params.by_segments)
+          return SegmentResults<Traits>(params, line).write(shares, [&] { pipeline.sync_workers(); });
+        pipeline.sync_workers();
+        add_up_shares<Traits>(params, line, shares, storage.last_segment, Traits::kWorkerThreads * params.workers);
+      });
 }
 
 }  // namespace cute_kernels::attention::sm90

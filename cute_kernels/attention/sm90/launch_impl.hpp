@@ -10,11 +10,9 @@ template <int kHeadDim>
 KernelLimits limits(format::DType dtype, int n) {
   return visit_traits<kHeadDim>(dtype, n, [](auto traits) -> KernelLimits {
     using T = decltype(traits);
-    constexpr int kMaxWorkers = Storage<T>::kMaxWorkers;
-    constexpr int kMaxStagesEach =
-        kMaxStages / kMaxWorkers < kMaxStagesOfWorker ? kMaxStages / kMaxWorkers : kMaxStagesOfWorker;
-    return {kMaxWorkers,    T::kWorkerWarps, kMinStages, kMaxStagesEach, min_block_bytes<T>(kMinStages),
-            kFixedBytes<T>, false,           false};
+    // The stages, no fewer than workers, take their shares in the end.
+    return {Storage<T>::kMaxWorkers, T::kWorkerWarps, 2,    matmul::sm90::kMaxStages,
+            sizeof(Share<T>),        kFixedBytes<T>,  true, true};
   });
 }
 
@@ -22,9 +20,14 @@ template <int kHeadDim>
 void launch(Params const& params, Config const& config, cudaStream_t stream) {
   visit_traits<kHeadDim>(params.keys.dtype, config.n, [&](auto traits) {
     using T = decltype(traits);
+    RingParams ring_params{};
+    static_cast<Params&>(ring_params) = params;
+    ring_params.ring = matmul::sm90::ring_shape(params.stages, config);
+    ring_params.cluster = config.cluster;
     int warpgroups = (config.workers * T::kWorkerWarps + kWarpgroupWarps - 1) / kWarpgroupWarps;
-    launch_attention(attention_kernel<T>, params, config, (warpgroups + 1) * kWarpgroupThreads, kFixedBytes<T>, stream);
-    launch_combine<T>(params, config, stream);
+    launch_attention(attention_kernel<T>, ring_params, config, (warpgroups + 1) * kWarpgroupThreads,
+                     kFixedBytes<T> + params.stages.count * params.stages.stage_bytes, stream);
+    if (!params.by_segments) launch_combine<T>(params, config, stream);
   });
 }
 

@@ -19,15 +19,15 @@ class SegmentSums {
  public:
   CUTE_DEVICE explicit SegmentSums(TmaParams const& params)
       : params_(params),
-        pieces_(min(params.work.pieces.divisor, params.workers.divisor)),
-        segments_(params.workers.divisor / pieces_),
+        pieces_(min(params.work.pieces.divisor, params.ring.workers.divisor)),
+        segments_(params.ring.workers.divisor / pieces_),
         items_(kItems / params.cluster),
         first_item_(params.cluster > 1 ? static_cast<int>(cute::block_rank_in_cluster()) * items_ : 0) {}
 
   // With all workers' warps, thread counting through them: each has left its share at shares + worker * share_bytes.
   template <class Sync>
   CUTE_DEVICE void write(float4* shares, int thread, Sync&& sync_workers) const {
-    int summand = thread % kSummands, step = 32 * params_.workers.divisor / kSummands;
+    int summand = thread % kSummands, step = 32 * params_.ring.workers.divisor / kSummands;
     Value value = value_of(thread / kSummands, summand);  // what takes long to look up, before the shares are there
     if (params_.cluster > 1)
       cute::cluster_sync();

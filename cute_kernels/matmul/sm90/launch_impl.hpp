@@ -1,6 +1,7 @@
 // Definitions behind launch.hpp for CC 9.0, included by the instantiations only.
 #pragma once
 
+#include "cute_kernels/matmul/launch_clusters.hpp"
 #include "cute_kernels/matmul/launch_combine.hpp"
 #include "cute_kernels/matmul/sm90/tensor_map.hpp"
 #include "cute_kernels/matmul/sm90/warp_kernels.hpp"
@@ -43,24 +44,11 @@ KernelLimits limits(format::DType dtype, int n) {
   });
 }
 
-template <class Kernel>
-void launch_product(Kernel kernel, Params const& params, Config const& config, int worker_threads, int fixed_bytes,
-                    cudaStream_t stream) {
-  int shared_bytes = fixed_bytes + params.stages.count * params.stages.stage_bytes;
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
-             "cudaFuncSetAttribute");
+inline void launch_product(void (*kernel)(TmaParams), Params const& params, Config const& config, int worker_threads,
+                           int fixed_bytes, cudaStream_t stream) {
   int warpgroups = (config.workers * worker_threads + kWarpgroupThreads - 1) / kWarpgroupThreads;
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim = {static_cast<unsigned>(config.cluster), 1, 1};
-  cudaLaunchConfig_t launch{};
-  launch.gridDim = dim3(config.ctas);
-  launch.blockDim = dim3((warpgroups + 1) * kWarpgroupThreads);
-  launch.dynamicSmemBytes = shared_bytes;
-  launch.stream = stream;
-  launch.attrs = &attribute;
-  launch.numAttrs = config.cluster > 1 ? 1 : 0;
-  check_cuda(cudaLaunchKernelEx(&launch, kernel, with_tensor_map(params, config)), "launch of a product kernel");
+  launch_clusters(kernel, with_tensor_map(params, config), config, (warpgroups + 1) * kWarpgroupThreads,
+                  fixed_bytes + params.stages.count * params.stages.stage_bytes, stream);
 }
 
 template <Role kRole, int kHeadDim>

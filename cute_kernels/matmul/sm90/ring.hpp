@@ -1,18 +1,27 @@
-// The stages that producers fill for the CTA's workers, warps or warpgroups: one ring for all of them.
+// The stages that producers fill for the CTA's workers, which are a few warps each: one ring for all of them.
 #pragma once
 
 #include <cutlass/arch/barrier.h>
+#include <cutlass/fast_math.h>
 
 #include "cute_kernels/common/ptx.hpp"
-#include "cute_kernels/matmul/sm90/params.hpp"
-#include "cute_kernels/matmul/stage.hpp"
-#include "cute_kernels/matmul/tile_scheduler.hpp"
+#include "cute_kernels/matmul/launch.hpp"
 
 namespace cute_kernels::matmul::sm90 {
 
-inline constexpr int kMaxStages = 48;    // of a CTA
-inline constexpr int kMaxProducers = 4;  // warps
-inline constexpr int kStartBarrier = 4;  // named; the workers use those below
+inline constexpr int kMaxStages = 48;     // of a CTA
+inline constexpr int kMaxProducers = 4;   // warps
+inline constexpr int kStartBarrier = 15;  // named; the workers use those below
+
+struct RingShape {
+  cutlass::FastDivmod workers, stages;  // of a CTA
+  int producers;                        // divide both
+  int stage_bytes;
+};
+
+inline RingShape ring_shape(Stages const& stages, Config const& config) {
+  return {cutlass::FastDivmod(config.workers), cutlass::FastDivmod(stages.count), config.producers, stages.stage_bytes};
+}
 
 // Workers take turns: worker w's tile of turn t is number n = t * workers + w, and lies in stage n % stages as the
 // stage's use n / stages. Producer n % producers brings it.
@@ -33,18 +42,15 @@ struct RingBarriers {
 };
 
 struct StageRing {
-  TmaParams const& params;
+  RingShape const& shape;
   RingBarriers& barriers;
   uint8_t* data;
   int warps_a_worker;
 
-  CUTE_DEVICE Stage operator[](int stage) const { return {params.stages, data + stage * params.stages.stage_bytes}; }
-  CUTE_DEVICE TileRange piece(int worker) const {
-    return piece_tiles(params.work, blockIdx.x * params.workers.divisor + worker);
-  }
+  CUTE_DEVICE uint8_t* operator[](RingPlace place) const { return data + place.stage * shape.stage_bytes; }
   CUTE_DEVICE RingPlace place(int number) const {
     RingPlace place;
-    params.ring_stages(place.use, place.stage, number);
+    shape.stages(place.use, place.stage, number);
     return place;
   }
   CUTE_DEVICE auto& full(RingPlace place) const { return barriers.full[place.use & 1][place.stage]; }
@@ -58,7 +64,7 @@ struct StageRing {
   // its first tile has come, for producers begin when all are made.
   CUTE_DEVICE void open(int worker) const {
     if (threadIdx.x % 32 == 0) {
-      for (int stage = worker; stage < params.ring_stages.divisor; stage += params.workers.divisor) {
+      for (int stage = worker; stage < shape.stages.divisor; stage += shape.workers.divisor) {
         barriers.full[0][stage].init(1), barriers.full[1][stage].init(1);
         barriers.empty[stage].init(warps_a_worker);
       }
@@ -76,19 +82,18 @@ class RingReader {
  public:
   CUTE_DEVICE RingReader(StageRing const& ring, int worker) : ring_(ring), place_{worker, 0} {}
 
-  CUTE_DEVICE Stage wait() const {
+  CUTE_DEVICE uint8_t* wait() const {
     ring_.wait_full(place_);
     ptx::compiler_fence();  // the library's wait does not say that it orders memory
-    return ring_[place_.stage];
+    return ring_[place_];
   }
 
   // In every warp that reads the stage.
   CUTE_DEVICE void release() {
     __syncwarp();
     if (threadIdx.x % 32 == 0) ring_.empty(place_).arrive();
-    place_.stage += ring_.params.workers.divisor;
-    if (place_.stage >= ring_.params.ring_stages.divisor)
-      place_.stage -= ring_.params.ring_stages.divisor, ++place_.use;
+    place_.stage += ring_.shape.workers.divisor;
+    if (place_.stage >= ring_.shape.stages.divisor) place_.stage -= ring_.shape.stages.divisor, ++place_.use;
   }
 
  private:

@@ -3,36 +3,28 @@
 
 #include <cutlass/arch/reg_reconfig.h>
 
-#include "cute_kernels/matmul/sm90/load.hpp"
+#include "cute_kernels/matmul/sm90/ring.hpp"
 
 namespace cute_kernels::matmul::sm90 {
 
 inline constexpr int kWarpgroupThreads = 128;
 inline constexpr int kWarpgroupWarps = 4;
 
-// Registers of a thread, by how many warpgroups work beside the producers': what the compiler may use at launch, dealt
-// anew by setmaxnreg.
-template <int kWarpgroups>
-struct RegisterBudget;
-template <>
-struct RegisterBudget<2> {
-  static constexpr int kProducer = 40, kWorker = 232;
-};
-template <>
-struct RegisterBudget<3> {
-  static constexpr int kProducer = 40, kWorker = 152;
-};
-template <>
-struct RegisterBudget<4> {
-  static constexpr int kProducer = 40, kWorker = 104;
-};
-
 static_assert(kMaxProducers == kWarpgroupWarps);
 
 template <int kWarpgroups>
 inline constexpr int kMaxThreads = (kWarpgroups + 1) * kWarpgroupThreads;
 
-// Calls load(producer) in the last warpgroup, work(warp of the CTA) in all others. Workers open the ring, producers
+// Registers of a thread where kWarpgroups of workers are beside the producers: what the compiler may use at launch,
+// dealt anew by setmaxnreg, which takes multiples of 8.
+template <int kWarpgroups>
+struct RegisterBudget {
+  static constexpr int kLaunch = 65536 / kMaxThreads<kWarpgroups> / 8 * 8;
+  static constexpr int kProducer = kWarpgroups == 2 ? 40 : 56;
+  static constexpr int kWorker = ((kWarpgroups + 1) * kLaunch - kProducer) / kWarpgroups / 8 * 8;
+};
+
+// Calls load(producer) in the last warpgroup, work() in all others. Workers open the ring, producers
 // join when they have looked up where their first tiles are.
 template <int kWarpgroups, class Load, class Work>
 CUTE_DEVICE void split_roles(Load&& load, Work&& work) {
@@ -43,7 +35,7 @@ CUTE_DEVICE void split_roles(Load&& load, Work&& work) {
     load(warp - first_of_producer);
   } else {
     cutlass::arch::warpgroup_reg_alloc<Budget::kWorker>();
-    work(warp);
+    work();
   }
 }
 

@@ -8,7 +8,7 @@
 
 #include "cute_kernels/common/error.hpp"
 #include "cute_kernels/matmul/launch.hpp"
-#include "cute_kernels/matmul/sm90/ring.hpp"
+#include "cute_kernels/matmul/sm90/params.hpp"
 #include "cute_kernels/matmul/stage.hpp"
 
 namespace cute_kernels::matmul::sm90 {
@@ -46,10 +46,8 @@ inline bool fits_tensor_map(Params const& params) {
 inline TmaParams with_tensor_map(Params const& from, Config const& config) {
   TmaParams params{};
   static_cast<Params&>(params) = from;
-  params.workers = cutlass::FastDivmod(config.workers);
+  params.ring = ring_shape(from.stages, config);
   params.cluster = config.cluster;
-  params.ring_stages = cutlass::FastDivmod(from.stages.count);
-  params.producers = config.producers;
   if (from.sparse.role == format::Role::kKey) return params;
   params.vectorized = fits_tensor_map(from);
   params.box_rows = from.work.rows < config.n ? from.work.rows : config.n;

@@ -4,6 +4,7 @@
 
 #include "cute_kernels/matmul/dense_tile.hpp"
 #include "cute_kernels/matmul/sm90/finish_segments.hpp"
+#include "cute_kernels/matmul/sm90/load.hpp"
 #include "cute_kernels/matmul/sm90/roles.hpp"
 #include "cute_kernels/matmul/warp/multiply_keys.hpp"
 #include "cute_kernels/matmul/warp/multiply_values.hpp"
@@ -28,13 +29,13 @@ inline constexpr int kWarpFixedBytes = (sizeof(WarpStorage) + 127) / 128 * 128;
 template <class Traits>
 class WarpPipeline {
  public:
-  CUTE_DEVICE WarpPipeline(StageRing const& ring, int worker, TileRange piece)
-      : ring_(ring), reader_(ring, worker), worker_(worker), dense_(ring.params), tile_(piece.begin) {}
+  CUTE_DEVICE WarpPipeline(TmaParams const& params, StageRing const& ring, int worker, TileRange piece)
+      : params_(params), ring_(ring), reader_(ring, worker), worker_(worker), dense_(params), tile_(piece.begin) {}
 
   CUTE_DEVICE Stage next() {
-    Stage stage = reader_.wait();
+    Stage stage(params_.stages, reader_.wait());
     if constexpr (!Traits::kIsKey) {
-      if (!ring_.params.vectorized) {
+      if (!params_.vectorized) {
         dense_.seek(tile_++);
         dense_.copy_rows(stage.dense_rows);
         __syncwarp();
@@ -57,10 +58,11 @@ class WarpPipeline {
   }
 
   CUTE_DEVICE void sync_workers() {
-    cutlass::arch::NamedBarrier::sync(32 * ring_.params.workers.divisor, kWorkersBarrier);
+    cutlass::arch::NamedBarrier::sync(32 * ring_.shape.workers.divisor, kWorkersBarrier);
   }
 
  private:
+  TmaParams const& params_;
   StageRing const& ring_;
   RingReader reader_;
   int worker_;
@@ -72,18 +74,20 @@ class WarpPipeline {
 template <class Traits, class Consume>
 CUTE_DEVICE void run_warps(TmaParams const& params, uint8_t* shared, Consume&& consume) {
   auto& storage = *reinterpret_cast<WarpStorage*>(shared);
-  StageRing ring{params, storage.barriers, shared + kWarpFixedBytes, 1};
+  StageRing ring{params.ring, storage.barriers, shared + kWarpFixedBytes, 1};
   if (!Traits::kIsKey && params.vectorized && threadIdx.x == 0)
     prefetch_tma_descriptor(reinterpret_cast<TmaDescriptor const*>(&params.dense_map));
   split_roles<kMaxWarpgroups<Traits>>(
-      [&](int producer) { load_tiles<Traits::kIsKey, Traits::kN>(ring, producer); },
-      [&](int warp) {
-        bool works = warp < params.workers.divisor;  // workers need not fill their last warpgroup
+      [&](int producer) { load_tiles<Traits::kIsKey, Traits::kN>(params, ring, producer); },
+      [&] {
+        // From a shuffle or not, by what the compiler then keeps in registers: neither way suits both roles.
+        int warp = Traits::kIsKey ? __shfl_sync(~0u, threadIdx.x / 32, 0) : threadIdx.x / 32;
+        bool works = warp < params.ring.workers.divisor;  // workers need not fill their last warpgroup
         if (works) ring.open(warp);
         ring.arrive();
         if (!works) return;
-        TileRange piece = ring.piece(warp);
-        WarpPipeline<Traits> pipeline(ring, warp, piece);
+        TileRange piece = piece_of_worker(params, warp);
+        WarpPipeline<Traits> pipeline(params, ring, warp, piece);
         consume(pipeline, piece, warp, storage, ring);
       });
 }
@@ -111,7 +115,7 @@ __global__ void __launch_bounds__(kMaxThreads<kMaxWarpgroups<Traits>>, 1)
                                                                  [&] { pipeline.sync_workers(); });
                       pipeline.sync_workers();
                       add_up_shares<Traits>(params, ring.data, share_bytes<Traits>(), storage.last_segment,
-                                            ring.params.workers.divisor, threadIdx.x);
+                                            params.ring.workers.divisor, threadIdx.x);
                     });
 }
 

@@ -23,7 +23,7 @@ CUTE_DEVICE void multiply_values(TmaParams const& params, WarpgroupStorage<Trait
     CUTE_NO_UNROLL
     for (int first = tile, end = min(segment.tiles.end, worker.piece.end); tile < end; ++tile, buffer ^= 1) {
       turn = turn == kTurns - 1 ? 0 : turn + 1;
-      Stage stage = worker.reader.wait();
+      Stage stage(params.stages, worker.reader.wait());
       probabilities.put_in_order(params, segment, tile, worker.warp, stage, sB(_, _, buffer), turn);
       QuarterTile<Traits> quarter(stage.block, worker.warp);
       CUTE_UNROLL
@@ -40,7 +40,7 @@ CUTE_DEVICE void multiply_values(TmaParams const& params, WarpgroupStorage<Trait
       warpgroup_fence_operand(tCrC);
     }
     probabilities.finish(turn, tCrC);
-    leave_partial<Traits>(params, segment, worker.piece, blockIdx.x * params.workers.divisor + worker.index,
+    leave_partial<Traits>(params, segment, worker.piece, blockIdx.x * params.ring.workers.divisor + worker.index,
                           worker.warp, tCrC);
   }
 }
@@ -51,14 +51,14 @@ __global__ void __launch_bounds__(sm90::kMaxThreads<Traits::kMaxWarpgroups>, 1)
   extern __shared__ __align__(1024) uint8_t bytes[];
   ptx::launch_dependents();
   auto& shared = *reinterpret_cast<SharedStorage<Traits>*>(bytes);
-  StageRing ring{params, shared.barriers, bytes + kFixedBytes<Traits>, kWarpgroupWarps};
+  StageRing ring{params.ring, shared.barriers, bytes + kFixedBytes<Traits>, kWarpgroupWarps};
   sm90::split_roles<Traits::kMaxWarpgroups>(
-      [&](int producer) { sm90::load_tiles<false, Traits::kN>(ring, producer); },
-      [&](int warp) {
-        int index = warp / kWarpgroupWarps;
+      [&](int producer) { sm90::load_tiles<false, Traits::kN>(params, ring, producer); },
+      [&] {
+        int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), index = warp / kWarpgroupWarps;
         if (warp % kWarpgroupWarps == 0) ring.open(index);
         ring.join();
-        Worker worker{index, warp % kWarpgroupWarps, ring.piece(index), {ring, index}};
+        Worker worker{index, warp % kWarpgroupWarps, sm90::piece_of_worker(params, index), {ring, index}};
         multiply_values<Traits, kConverts>(params, shared.warpgroup[index], worker);
       });
 }

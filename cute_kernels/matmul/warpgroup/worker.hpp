@@ -1,6 +1,7 @@
 // A warpgroup's shared memory, and its place in the CTA.
 #pragma once
 
+#include "cute_kernels/matmul/sm90/load.hpp"
 #include "cute_kernels/matmul/warpgroup/traits.hpp"
 
 namespace cute_kernels::matmul::warpgroup {
