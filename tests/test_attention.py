@@ -264,7 +264,7 @@ def strided(x: torch.Tensor) -> list[torch.Tensor]:
 
 
 def test_views(backend, rng):
-    """q, the window and seq_lens under any strides; q with a pending negation."""
+    """q, the window and seq_lens under any strides; all of them with a pending negation."""
     x = oracle.gaussian(2, 2, 100, 80).to(backend.device)
     k, v = ck.compress_kv(x, x, keep=20)
     q, window = oracle.gaussian(2, 4, 3, 80).to(backend.device), oracle.gaussian(2, 2, 30, 80).to(backend.device)
@@ -276,8 +276,8 @@ def test_views(backend, rng):
         for k_win, v_win in zip(strided(window), reversed(strided(window))):
             arguments = {"window": (k_win, v_win), "seq_lens": lengths[::2], "backend": backend.name}
             assert oracle.same_bits(ck.sparse_attention(q_view, k, v, **arguments), expected)
-    negated = torch._neg_view(-q)
-    arguments = {"window": (window, window), "seq_lens": lengths[::2], "backend": backend.name}
+    negated, negated_window, negated_lengths = (torch._neg_view(-x) for x in (q, window, lengths))
+    arguments = {"window": (window, negated_window), "seq_lens": negated_lengths[::2], "backend": backend.name}
     assert oracle.same_bits(ck.sparse_attention(negated, k, v, **arguments), expected)
 
 

@@ -8,7 +8,7 @@ import torch
 
 import cute_kernels as ck
 from cute_kernels._extension import _C, DTYPE_CODES, ROLE_CODES
-from cute_kernels.attention import _attend, _attend_reference
+from cute_kernels.attention import _attend, _attend_reference, _window
 
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
@@ -74,12 +74,12 @@ def test_pages(backend, queries, groups, tiles_per_page, dtype, rng):
     rows = rng.choices(range(sequences), k=3) + [1]
     q = oracle.gaussian(len(rows), kv_heads * groups, queries, head_dim, dtype=dtype)
     device = backend.device
+    on_device = *(w.to(device) for w in window), int32(window_lengths, device)
     out, lse = _attend(
         pools[0].view(device),
         pools[1].view(device),
         q.to(device),
-        window=tuple(w.to(device) for w in window),
-        window_lengths=int32(window_lengths, device),
+        window=_window(*on_device),
         lengths=int32(lengths, device),
         sequences=int32(rows, device),
         scale=0.1,
@@ -104,19 +104,22 @@ def test_lengths_of_windows_and_sequences(backend, rng):
     lengths, window_lengths, rows = [130, 7, 65], [3, 20, 0], [2, 0, 0, 1]
     q = oracle.gaussian(len(rows), 6, 4, 64)
     keys, values = ck.compress_kv(k.to(device), v.to(device), keep=20)
+    on_device = *(w.to(device) for w in window), int32(window_lengths, device)
     arguments = {
-        "window": tuple(w.to(device) for w in window),
-        "window_lengths": int32(window_lengths, device),
         "lengths": int32(lengths, device),
         "sequences": int32(rows, device),
         "scale": 0.2,
     }
     if backend.name == "reference":
         dense = ck.decompress(keys), ck.decompress(values)
-        out, lse = _attend_reference(*dense, q.to(device), **arguments)
+        dense_window = {"window": on_device[:2], "window_lengths": on_device[2]}
+        out, lse = _attend_reference(*dense, q.to(device), **dense_window, **arguments)
     else:
         views = keys._kernel_view(), values._kernel_view()
-        out, lse = _attend(*views, q.to(device), **arguments, return_lse=True, backend=backend.name)
+        window_view = _window(*on_device)
+        out, lse = _attend(
+            *views, q.to(device), window=window_view, **arguments, return_lse=True, backend=backend.name
+        )
     for row, s in enumerate(rows):
         part = tuple(w[s : s + 1, :, : window_lengths[s]] for w in window)
         dense = oracle.prune(k, 20)[s : s + 1], oracle.prune(v, 20)[s : s + 1]
@@ -135,11 +138,11 @@ def test_lengths_out_of_range_are_clamped_by_kernels(backend, rng):
 
     def run(lengths, window_lengths):
         views = keys._kernel_view(), values._kernel_view()
+        counts = int32(window_lengths, backend.device)
         return _attend(
             *views,
             q,
-            window=window,
-            window_lengths=int32(window_lengths, backend.device),
+            window=_window(*window, counts),
             lengths=int32(lengths, backend.device),
             scale=0.1,
             backend=backend.name,

@@ -13,6 +13,7 @@ import torch
 import torch._dynamo.testing
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import cute_kernels as ck
 from cute_kernels import _ops
@@ -187,6 +188,60 @@ def test_opcheck(name, device, rng):
     torch.library.opcheck(getattr(OPS, name).default, calls(x)[name])
     x.q.requires_grad_()
     torch.library.opcheck(getattr(OPS, name).default, calls(x)[name])
+
+
+def results(function, x: Inputs) -> list[Tensor]:
+    found = function(x)
+    return list(found) if isinstance(found, tuple) else [found]
+
+
+@DEVICES
+@FUNCTIONS
+def test_calls_without_torch_library(function, device, rng):
+    """Plain tensors go to the kernels at once, with the same bits as by the operations; whoever watches sees these."""
+    x = make(device)
+    with torch.profiler.profile() as profile:
+        dispatched = results(function, x)
+    assert any(event.key.startswith("cute_kernels::") for event in profile.key_averages())
+    with Recorder() as recorder:
+        recorded = results(function, x)
+    assert all(name in calls(x) for name in recorder.names) and recorder.names
+    direct = results(function, x)
+    for others in (dispatched, recorded):
+        assert all(oracle.same_bits(a, b) for a, b in zip(direct, others, strict=True))
+
+
+class Recorder(TorchDispatchMode):
+    """The names of this package's operations that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "cute_kernels":
+            self.names.append(func._opname)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("transform", ["functionalize", "jvp", "trace", "subclass"])
+def test_transforms(transform, rng):
+    x = make("cpu")
+
+    def function(q):
+        return ck.sparse_attention(q, x.k, x.v) + ck.sparse_av(torch.softmax(ck.sparse_qk(q, x.k), -1), x.v)
+
+    with torch.no_grad():
+        if transform == "functionalize":
+            actual = torch.func.functionalize(function)(x.q)
+        elif transform == "jvp":
+            actual, tangent = torch.func.jvp(function, (x.q,), (x.q,))
+            assert not tangent.any()
+        elif transform == "trace":
+            actual = torch.jit.trace(function, x.q)(x.q)
+        else:
+            actual = function(x.q.as_subclass(type("Subclass", (Tensor,), {}))).as_subclass(Tensor)
+        assert_close(actual, function(x.q))
 
 
 def test_every_operation_is_checked():

@@ -69,6 +69,37 @@ def test_what_is_compressed_does_not_depend_on_portions(rng, recent):
         assert want.tokens == total and (want.window >= min(recent, total)) and want.window < recent + 64
 
 
+def test_steps_into_windows_are_counted_as_others_are(rng):
+    """Groups of rows that change, with other operations and looks at the rows between their steps."""
+    for recent in (0, 32):
+        plain, stepping = (table(40, rows=6, recent=recent, capacity=600) for _ in range(2))
+        dense = 0
+        for _ in range(600):
+            rows, tokens = rng.choice([[0, 1, 2, 3], [4, 5], [2, 5, 0], []]), rng.choice([1, 1, 1, 2, 7])
+            for _ in range(rng.randint(1, 9)):
+                if any(plain.rows[row].tokens + tokens > plain.capacity for row in rows):
+                    plain.assign([Target(row, [], 0, 0) for row in rows], private=False)
+                    stepping.assign([Target(row, [], 0, 0) for row in rows], private=False)
+                states = [plain.rows[row] for row in rows]
+                wanted = all(row.used and row.window + tokens < recent + 64 for row in states)
+                if stepping.stays_dense(rows, tokens):
+                    assert wanted
+                    stepping.advance_dense(tokens)
+                    dense += 1
+                else:
+                    assert not wanted or not rows
+                    stepping.provide(rows, [tokens] * len(rows))
+                    stepping.advance(rows, [tokens] * len(rows))
+                plain.provide(rows, [tokens] * len(rows))
+                plain.advance(rows, [tokens] * len(rows))
+            if rng.random() < 0.3:
+                assert stepping.rows == plain.rows
+                stepping.check()
+            assert stepping.batch == plain.batch
+            assert [stepping.reaches(count) for count in range(8)] == [count <= plain.batch for count in range(8)]
+        assert stepping.rows == plain.rows and dense
+
+
 def test_pages_are_taken_when_the_first_tile_in_them_is_full():
     sequences = table(3)
     assert grow(sequences, [0], [63]).entries == {}

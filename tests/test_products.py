@@ -168,6 +168,16 @@ def test_strides(backend, queries, rng):
     check(ck.sparse_av(same.to(backend.device), v, backend=backend.name), oracle.av(same, values), torch.float16)
 
 
+def test_pending_negations(backend, rng):
+    x = oracle.gaussian(2, 2, 100, 80).to(backend.device)
+    k, v = ck.compress_kv(x, x, keep=20)
+    q, p = oracle.gaussian(2, 4, 3, 80).to(backend.device), torch.rand(2, 4, 3, 100, device=backend.device)
+    expected = ck.sparse_qk(q, k, backend=backend.name)
+    assert oracle.same_bits(ck.sparse_qk(torch._neg_view(-q), k, backend=backend.name), expected)
+    expected = ck.sparse_av(p, v, backend=backend.name)
+    assert oracle.same_bits(ck.sparse_av(torch._neg_view(-p), v, backend=backend.name), expected)
+
+
 def test_single_token_takes_any_last_stride(backend, rng):
     v, dense = sparse(oracle.gaussian(1, 2, 1, 64), "value", 30, backend.device)
     p = torch.rand(1, 4, 1, 7).to(backend.device)[..., ::7]

@@ -6,11 +6,12 @@ sm90: kernels for 9.0 alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from types import ModuleType
+from typing import TypeVar
 
 import torch
 
@@ -18,6 +19,8 @@ from cute_kernels._extension import _C
 
 BACKENDS = ("reference", "cpu", "sm80", "sm90")
 OK = "ok"
+
+_Result = TypeVar("_Result")
 
 
 def backends() -> dict[str, str]:
@@ -54,6 +57,18 @@ def resolve(backend: str, device: torch.device) -> str:
     if status != OK:
         raise RuntimeError(f"backend '{name}' cannot serve this call: {status}")
     return name
+
+
+def launch(function: Callable[..., _Result], device: torch.device, *arguments: object) -> _Result:
+    """function(*arguments, stream) with a CUDA device current and its current stream, which it queues work on.
+
+    What decoding calls: without the context managers of torch.cuda and a torch.cuda.Stream made for every call.
+    """
+    stream = torch._C._cuda_getCurrentRawStream(device.index)
+    if device.index == torch.cuda.current_device():
+        return function(*arguments, stream)
+    with torch.cuda.device(device):
+        return function(*arguments, stream)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from torch import Tensor
 from cute_kernels import reference
 
 
+@torch.no_grad()
 def attend_reference(
     q: Tensor, caches: Sequence[tuple[Tensor, Tensor]], scale: float, causal: bool, out: Tensor | None
 ) -> tuple[Tensor, Tensor]:

@@ -162,7 +162,8 @@ def new_tokens(made_for: CacheConfig, k: Any, v: Any) -> tuple[Tensor, Tensor]:
     """K and V of new tokens, (B, Hkv, n, D) both."""
     for x, name in ((k, "k"), (v, "v")):
         _like_cache(x, name, made_for)
-        if x.dim() != 4 or x.shape[1] != made_for.kv_heads or x.shape[3] != made_for.head_dim:
+        sizes = x.shape
+        if len(sizes) != 4 or sizes[1] != made_for.kv_heads or sizes[3] != made_for.head_dim:
             raise ValueError(
                 f"{name} must have shape (B, Hkv, n, D) with Hkv = {made_for.kv_heads} and D = {made_for.head_dim}, "
                 f"got {tuple(x.shape)}"
@@ -170,17 +171,18 @@ def new_tokens(made_for: CacheConfig, k: Any, v: Any) -> tuple[Tensor, Tensor]:
         _checks.unit_stride(x, name)
     if v.shape != k.shape:
         raise ValueError(f"v must have the shape of k, {tuple(k.shape)}, got {tuple(v.shape)}")
-    return k.resolve_neg(), v.resolve_neg()
+    return _checks.plain(k), _checks.plain(v)
 
 
 def queries(made_for: CacheConfig, q: Any) -> None:
     """(B, Hq, Sq, D)."""
     _like_cache(q, "q", made_for)
-    if q.dim() != 4 or q.shape[3] != made_for.head_dim:
-        raise ValueError(f"q must have shape (B, Hq, Sq, D) with D = {made_for.head_dim}, got {tuple(q.shape)}")
-    if q.shape[1] % made_for.kv_heads:
+    sizes = q.shape
+    if len(sizes) != 4 or sizes[3] != made_for.head_dim:
+        raise ValueError(f"q must have shape (B, Hq, Sq, D) with D = {made_for.head_dim}, got {tuple(sizes)}")
+    if sizes[1] % made_for.kv_heads:
         raise ValueError(
-            f"q must have a number of heads Hq that is a multiple of kv_heads = {made_for.kv_heads}, got {q.shape[1]}"
+            f"q must have a number of heads Hq that is a multiple of kv_heads = {made_for.kv_heads}, got {sizes[1]}"
         )
     _checks.unit_stride(q, "q")
 

@@ -194,9 +194,10 @@ class CacheRows:
         """Row numbers that a call means; take: those of None need not be in use yet."""
         if sequences is None:
             assert count is not None
-            most, name = (self._config.max_batch, "max_batch") if take else (self.batch, "batch")
-            if count > most:
-                raise ValueError(f"{of} must have at most {name} = {most} rows, got {count}")
+            if take and count > self.max_batch:
+                raise ValueError(f"{of} must have at most max_batch = {self.max_batch} rows, got {count}")
+            if not take and not self._table.reaches(count):
+                raise ValueError(f"{of} must have at most batch = {self.batch} rows, got {count}")
             return list(range(count))
         rows = _cache_checks.rows(sequences, "sequences", self._config.max_batch, "max_batch")
         if count is not None and len(rows) != count:
@@ -215,7 +216,7 @@ class CacheRows:
 
     def _require_use(self, rows: list[int], name: str) -> None:
         for row in rows:
-            if not self._table.rows[row].used:
+            if not self._table.is_used(row):
                 raise ValueError(f"{name} must be in use, {row} is not: take it by add or fork")
 
     def _capturing(self) -> bool:

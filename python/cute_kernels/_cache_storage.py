@@ -121,9 +121,10 @@ class CacheStorage:
                 pages[target].copy_(pages[source])
 
     def append(self, k: Tensor, v: Tensor, rows: Sequence[int] | None, *, capturing: bool = False) -> None:
-        """One to 64 new tokens a row, of None: 0, 1, ... The pages that they need are in the table."""
+        """One to max_append new tokens a row, of None: 0, 1, ... Checked, without pending negations, and the pages that
+        they need are in the table."""
         numbers = None if rows is None else self.numbers(rows, capturing=capturing)
-        _pages.append(self.pool, self.windows, self.lengths, k, v, numbers)
+        _pages.append_unchecked(self.pool, self.windows, self.lengths, k, v, numbers)
 
     def extend(self, k: Tensor, v: Tensor, run: Run, tiles: int) -> None:
         """Any number of new tokens, the last run.tokens of k and v (B, Hkv, T, D); so many `tiles` are full then.

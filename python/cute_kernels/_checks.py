@@ -47,7 +47,7 @@ def device(value: Tensor | SparseKV, name: str, expected: torch.device, of: str)
 
 def unit_stride(value: Tensor, name: str) -> None:
     """Rows must be dense in memory; the other strides are free."""
-    if value.stride(-1) != 1 and value.shape[-1] > 1:
+    if value.stride()[-1] != 1 and value.shape[-1] > 1:
         raise ValueError(
             f"{name} must have stride 1 in its last dimension, got strides {tuple(value.stride())}; "
             f"pass {name}.contiguous()"
@@ -64,7 +64,12 @@ def dense_cache(x: Any, name: str) -> Tensor:
         raise ValueError(f"{name} must have 4 dimensions (B, Hkv, T, D), got shape {tuple(x.shape)}")
     head_dim(x.shape[3], name, tuple(x.shape))
     unit_stride(x, name)
-    return x.resolve_neg()
+    return plain(x)
+
+
+def plain(value: Tensor) -> Tensor:
+    """With a pending negation carried out."""
+    return value.resolve_neg() if value.is_neg() else value
 
 
 def head_dim(value: int, name: str, shape: Sequence[int]) -> None:
@@ -215,6 +220,8 @@ def output(out: Any, expected: Sequence[int], expected_dtype: torch.dtype, of: t
         raise ValueError(f"out must be on the device of the inputs, {of}, got {out.device}")
     if not out.is_contiguous():
         raise ValueError(f"out must be contiguous, got strides {tuple(out.stride())}")
+    if not torch.compiler.is_compiling() and out.is_neg():  # which a compiler cannot ask
+        raise ValueError("out must not have a pending negation, got a tensor with is_neg()")
 
 
 def apart(out: Tensor, **inputs: Tensor | None) -> None:

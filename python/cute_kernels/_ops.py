@@ -4,6 +4,9 @@ They make torch.compile(fullgraph=True), FakeTensorMode and torch.export work on
 functions check their arguments and call them; an operation itself trusts what it gets, but for what only real tensors
 show: whether the backend can serve them, and memory that overlaps. They have no gradient.
 
+Where `eager` says that nobody would notice, the public functions leave torch.library out: its dispatcher takes longer
+than all else that they do.
+
 A cache arrives as `Tensor[] cache, SymInt max_tile_rows`, which is what `storage` makes of it.
 """
 
@@ -15,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_kernels._extension import _C, DTYPE_CODES, ROLE_CODES
 from cute_kernels.sparse_kv import SparseKV
 
 NAMESPACE = "cute_kernels"
 STORAGE = ("blocks", "row_offsets", "token_order", "channel_order")
 
+_PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
 _LIBRARY = torch.library.Library(NAMESPACE, "DEF")  # operations live as long as this does
 
 
@@ -43,35 +46,31 @@ def no_results(*_: Any) -> None:
     """The fake of an operation that writes to its arguments alone."""
 
 
+def eager(*tensors: Tensor | None) -> bool:
+    """Whether kernels alone would see an operation on these tensors: they are plain ones, and nothing compiles, traces,
+    transforms, intercepts or profiles what is called."""
+    return (
+        not torch.compiler.is_compiling()
+        and not torch._C._len_torch_dispatch_stack()
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and not torch.jit.is_tracing()
+        and not torch.autograd.profiler._is_profiler_enabled
+        and _PLAIN.issuperset(map(type, tensors))
+    )
+
+
 def storage(kv: SparseKV) -> tuple[list[Tensor], int]:
     return [kv._blocks, kv._row_offsets, kv._token_order, kv._channel_order], kv._max_tile_rows
 
 
-def kernel_view(
-    cache: Sequence[Tensor], max_tile_rows: int, role: str, dtype: torch.dtype, tokens: int, head_dim: int
-) -> _C.SparseView:
-    """The cache as kernels take it; valid as long as its tensors live."""
-    blocks, row_offsets, token_order, channel_order = cache
-    batch, kv_heads, _ = channel_order.shape
-    return _C.SparseView(
-        blocks.data_ptr(),
-        row_offsets.data_ptr(),
-        token_order.data_ptr(),
-        channel_order.data_ptr(),
-        ROLE_CODES[role],
-        DTYPE_CODES[dtype],
-        batch,
-        kv_heads,
-        tokens,
-        head_dim,
-        max_tile_rows,
-    )
+def named_storage(kv: SparseKV) -> dict[str, Tensor]:
+    return dict(zip(STORAGE, storage(kv)[0]))
 
 
 def sparse_kv(
     cache: Sequence[Tensor], max_tile_rows: int, role: str, dtype: torch.dtype, tokens: int, head_dim: int
 ) -> SparseKV:
-    """The cache as an object again, for the reference backend."""
+    """The cache as an object again."""
     tensors: dict[str, Any] = dict(zip(STORAGE, cache))
     shape = (*tensors["channel_order"].shape[:2], tokens, head_dim)
     return SparseKV._from_parts(**tensors, role=role, dtype=dtype, shape=shape, max_tile_rows=max_tile_rows)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels import _checks
-from cute_kernels._backends import compression_kernels
+from cute_kernels._backends import compression_kernels, launch
 from cute_kernels._extension import _C, DTYPE_CODES, ROLE_CODES
 
 TILE_TOKENS: int = _C.format.TILE_TOKENS
@@ -237,6 +237,12 @@ class Windows(_Tensors):
             self.recent,
         )
 
+    @cached_property
+    def _attention_window(self) -> _C.Window:
+        keys, values = self.keys, self.values
+        strides = keys.stride()[:3], values.stride()[:3]
+        return _C.Window(keys.data_ptr(), values.data_ptr(), *strides, self.room, self.lengths.data_ptr())
+
 
 def store(
     pool: Pool, k: Tensor, v: Tensor, sequences: Tensor, first_tiles: Tensor, new_order: bool | None = None
@@ -261,7 +267,7 @@ def store(
     if not k.numel():
         return
     kernels = compression_kernels(pool.device)
-    k, v = k.resolve_neg(), v.resolve_neg()
+    k, v = _checks.plain(k), _checks.plain(v)
     arguments = (
         *(pool._kernel_pool, k.data_ptr(), k.stride()[:3], v.data_ptr(), v.stride()[:3], rows, tokens),
         *(sequences.data_ptr(), first_tiles.data_ptr(), _NEW_ORDER[new_order]),
@@ -294,7 +300,7 @@ def append(pool: Pool, windows: Windows, lengths: Tensor, k: Tensor, v: Tensor, 
     if k.shape[2] > MAX_APPEND:
         raise ValueError(f"k and v must have at most {MAX_APPEND} tokens a call, got shape {tuple(k.shape)}")
     _check_index(lengths, "lengths", pool.sequences, pool.device)
-    append_unchecked(pool, windows, lengths, k.resolve_neg(), v.resolve_neg(), sequences)
+    append_unchecked(pool, windows, lengths, _checks.plain(k), _checks.plain(v), sequences)
 
 
 def append_unchecked(
@@ -305,28 +311,22 @@ def append_unchecked(
     if not rows or not tokens:
         return
     if pool.device.type == "cpu":
-        indices = range(rows) if sequences is None else sequences.tolist()
-        for row, sequence in enumerate(indices):
-            if sequence >= pool.sequences:
-                pool.error.fill_(1)
-            elif sequence >= 0:
-                _append_to_one(pool, windows, lengths, k[row], v[row], sequence)
+        _append_on_cpu(pool, windows, lengths, k, v, sequences)
         return
-    kernels = compression_kernels(pool.device)
-    with kernels.launch() as stream:
-        kernels.module.append(
-            pool._kernel_pool,
-            windows._kernel_windows,
-            lengths.data_ptr(),
-            k.data_ptr(),
-            k.stride()[:3],
-            v.data_ptr(),
-            v.stride()[:3],
-            rows,
-            tokens,
-            0 if sequences is None else sequences.data_ptr(),
-            stream,
-        )
+    launch(
+        compression_kernels(pool.device).module.append,
+        pool.device,
+        pool._kernel_pool,
+        windows._kernel_windows,
+        lengths.data_ptr(),
+        k.data_ptr(),
+        k.stride()[:3],
+        v.data_ptr(),
+        v.stride()[:3],
+        rows,
+        tokens,
+        0 if sequences is None else sequences.data_ptr(),
+    )
 
 
 def load(pool: Pool, sequence: int, first_tile: int, tiles: int) -> tuple[Tensor, Tensor]:
@@ -346,6 +346,18 @@ def load(pool: Pool, sequence: int, first_tile: int, tiles: int) -> tuple[Tensor
         with kernels.launch() as stream:
             kernels.module.load(pool._kernel_pool, sequence, first_tile, tiles, k.data_ptr(), v.data_ptr(), stream)
     return k, v
+
+
+@torch.no_grad()
+def _append_on_cpu(
+    pool: Pool, windows: Windows, lengths: Tensor, k: Tensor, v: Tensor, sequences: Tensor | None
+) -> None:
+    indices = range(k.shape[0]) if sequences is None else sequences.tolist()
+    for row, sequence in enumerate(indices):
+        if sequence >= pool.sequences:
+            pool.error.fill_(1)
+        elif sequence >= 0:
+            _append_to_one(pool, windows, lengths, k[row], v[row], sequence)
 
 
 def _append_to_one(pool: Pool, windows: Windows, lengths: Tensor, k: Tensor, v: Tensor, sequence: int) -> None:

@@ -58,21 +58,39 @@ class SequenceTable:
     def __init__(
         self, max_batch: int, *, pages: int, page_tokens: int, recent: int, capacity: int, pool_argument: str
     ) -> None:
-        self.rows = [Row() for _ in range(max_batch)]
+        self._rows = [Row() for _ in range(max_batch)]
+        self._group: list[int] = []  # rows that take tokens in step,
+        self._left = 0  # how many more each of them has room for in its window,
+        self._owed = 0  # and those that they took and that are not in `_rows` yet
         self.allocator = PageAllocator(pages)
         self.page_tokens, self.recent, self.capacity = page_tokens, recent, capacity
         self._pool_argument = pool_argument  # what the caller would have to raise
 
     def grow(self, max_batch: int, capacity: int, pages: int) -> None:
         """More of each, or as many."""
-        self.rows += [Row() for _ in range(max_batch - len(self.rows))]
+        self.rows.extend(Row() for _ in range(max_batch - len(self._rows)))
         self.allocator.add(pages - self.allocator.pages)
         self.capacity = capacity
 
     @property
+    def rows(self) -> list[Row]:
+        """All rows as they are now, for whoever reads or changes them."""
+        for row in self._group if self._owed else ():
+            self._rows[row].window += self._owed
+        self._group, self._owed = [], 0
+        return self._rows
+
+    def is_used(self, row: int) -> bool:
+        return self._rows[row].used
+
+    @property
     def batch(self) -> int:
         """Rows up to the last that is in use."""
-        return next((i + 1 for i in range(len(self.rows) - 1, -1, -1) if self.rows[i].used), 0)
+        return next((i + 1 for i in range(len(self._rows) - 1, -1, -1) if self._rows[i].used), 0)
+
+    def reaches(self, count: int) -> bool:
+        """Whether `batch` is at least `count`."""
+        return count <= len(self._rows) and (count == 0 or self._rows[count - 1].used or count <= self.batch)
 
     def unused(self) -> int:
         """The first row that is not in use."""
@@ -124,22 +142,25 @@ class SequenceTable:
                 pages += new
         return changes
 
-    def stays_dense(self, rows: Iterable[int], tokens: int) -> bool:
+    def stays_dense(self, rows: list[int], tokens: int) -> bool:
         """Whether rows in use take so many more tokens into their windows: no tile gets full, `provide` need not be
-        called. What most steps of decoding ask."""
-        most, end = self.recent + TILE - tokens, self.capacity - tokens
-        for row in rows:
-            state = self.rows[row]
-            if state.window >= most or state.compressed + state.window > end or not state.used:
-                return False
-        return True
+        called. What most steps of decoding ask, of the same rows each: it takes a look at all of them once a tile."""
+        if rows != self._group:
+            table = self.rows
+            states = [table[row] for row in rows]
+            windows = (self.recent + TILE - 1 - state.window for state in states)
+            ends = (self.capacity - state.tokens for state in states)
+            self._left = min(*windows, *ends) if states and all(state.used for state in states) else 0
+            self._group = list(rows)
+        return tokens <= self._left
 
-    def advance(self, rows: Iterable[int], tokens: Iterable[int], *, stays_dense: bool = False) -> None:
-        """So many tokens were appended; stays_dense: what that said."""
-        if stays_dense:
-            for row, more in zip(rows, tokens):
-                self.rows[row].window += more
-            return
+    def advance_dense(self, tokens: int) -> None:
+        """So many tokens were appended to the rows of which `stays_dense` just said that."""
+        self._left -= tokens
+        self._owed += tokens
+
+    def advance(self, rows: Iterable[int], tokens: Iterable[int]) -> None:
+        """So many tokens were appended."""
         for row, more in zip(rows, tokens):
             state = self.rows[row]
             state.compressed, state.window = self.after(row, more)

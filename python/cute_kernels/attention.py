@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels import _checks, _ops, reference
-from cute_kernels._backends import check_name, resolve
+from cute_kernels._backends import check_name, launch, resolve
 from cute_kernels._extension import _C
 from cute_kernels.sparse_kv import SparseKV
 
@@ -77,8 +77,13 @@ def sparse_attention(
     if out is not None:
         _checks.output(out, q.shape, q.dtype, k.device)
     check_name(backend)
-    inputs = q, *_ops.storage(k), *_ops.storage(v), *(window or (None, None)), seq_lens
-    options = k.shape[2], scale, causal, min(num_splits or 0, _MOST_SPLITS), backend
+    splits = min(num_splits or 0, _MOST_SPLITS)
+    windows = (None, None) if window is None else window
+    if backend != "reference" and _ops.eager(q, *windows, seq_lens, out, k._blocks, v._blocks):
+        result = _run(q, k, v, *windows, seq_lens, scale, causal, splits, backend, return_lse=return_lse, out=out)
+        return result if return_lse else result[0]
+    inputs = q, *_ops.storage(k), *_ops.storage(v), *windows, seq_lens
+    options = k.shape[2], scale, causal, splits, backend
     if out is None:
         return (_ATTENTION_LSE if return_lse else _ATTENTION)(*inputs, *options)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32) if return_lse else None
@@ -91,8 +96,7 @@ def _attend(
     values: _C.SparseView,
     q: Tensor,
     *,
-    window: tuple[Tensor, Tensor] | None = None,
-    window_lengths: Tensor | None = None,
+    window: _C.Window | None = None,
     lengths: Tensor | None = None,
     sequences: Tensor | None = None,
     scale: float,
@@ -107,8 +111,8 @@ def _attend(
 
     keys, values: contiguous or of pages of one table; caches of `S` sequences.
     q: (B, Hq, Sq, D). sequences: (B,) int32, the sequence that a row of q meets; None: row b meets sequence b.
-    window: two of (S, Hkv, W, D). window_lengths, lengths: (S,) int32, how many tokens of the window and of the
-        compressed cache count, from the first; None: all.
+    window: what `_window` made. lengths: (S,) int32, how many tokens of the compressed cache count, from the first;
+        None: all.
     num_splits: 0 lets the kernels choose. out, lse: where to put the results, contiguous; None: new tensors.
     """
     batch, q_heads, q_tokens, _ = q.shape
@@ -118,24 +122,12 @@ def _attend(
         lse = torch.empty(batch, q_heads, q_tokens, dtype=torch.float32, device=q.device)
     if out.numel() == 0:
         return out, lse
-    q = q.resolve_neg()
-    dense = None
-    if window is not None and window[0].shape[2]:
-        window = window[0].resolve_neg(), window[1].resolve_neg()
-        window_lengths = _contiguous(window_lengths)
-        dense = _C.Window(
-            window[0].data_ptr(),
-            window[1].data_ptr(),
-            window[0].stride()[:3],
-            window[1].stride()[:3],
-            window[0].shape[2],
-            _address(window_lengths),
-        )
+    q = _checks.plain(q)
     sequences, lengths = _contiguous(sequences), _contiguous(lengths)
     arguments = (
         keys,
         values,
-        dense,
+        window,
         q.data_ptr(),
         q.stride()[:3],
         batch,
@@ -154,15 +146,29 @@ def _attend(
         return out, lse
     if not hasattr(_C.cuda, "sparse_attention"):
         raise RuntimeError(f"backend '{backend}' cannot serve this call: extension built without sparse_attention")
-    with torch.cuda.device(q.device):
-        nbytes = _C.cuda.attention_workspace_bytes(keys, batch, q_heads, q_tokens, backend)
-        workspace = torch.empty(nbytes, dtype=torch.uint8, device=q.device)
-        _C.cuda.sparse_attention(*arguments, workspace.data_ptr(), backend, torch.cuda.current_stream().cuda_stream)
+    launch(_attend_on_gpu, q.device, arguments, q, backend)
     return out, lse
 
 
+def _attend_on_gpu(arguments: tuple[Any, ...], q: Tensor, backend: str, stream: int) -> None:
+    batch, q_heads, q_tokens, _ = q.shape
+    nbytes = _C.cuda.attention_workspace_bytes(arguments[0], batch, q_heads, q_tokens, backend)
+    workspace = torch.empty(nbytes, dtype=torch.uint8, device=q.device)
+    _C.cuda.sparse_attention(*arguments, workspace.data_ptr(), backend, stream)
+
+
+def _window(keys: Tensor, values: Tensor, lengths: Tensor | None = None) -> _C.Window:
+    """Dense tokens as kernels take them; valid as long as the tensors live.
+
+    keys, values: (S, Hkv, W, D) without a pending negation. lengths: (S,) int32, contiguous: how many of them count,
+        from the first; None: all.
+    """
+    k_strides, v_strides = keys.stride()[:3], values.stride()[:3]
+    return _C.Window(keys.data_ptr(), values.data_ptr(), k_strides, v_strides, keys.shape[2], _address(lengths))
+
+
 def _contiguous(tensor: Tensor | None) -> Tensor | None:
-    return tensor if tensor is None else tensor.contiguous()
+    return tensor if tensor is None else _checks.plain(tensor).contiguous()
 
 
 def _address(tensor: Tensor | None) -> int:
@@ -259,14 +265,11 @@ def _visible(queries: int, compressed: int, tokens: int, lengths: Tensor, window
 
 def _run(
     q: Tensor,
-    k_cache: Sequence[Tensor],
-    k_max_tile_rows: int,
-    v_cache: Sequence[Tensor],
-    v_max_tile_rows: int,
+    k: SparseKV,
+    v: SparseKV,
     k_window: Tensor | None,
     v_window: Tensor | None,
     seq_lens: Tensor | None,
-    tokens: int,
     scale: float,
     causal: bool,
     num_splits: int,
@@ -276,45 +279,62 @@ def _run(
     out: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
+    """sparse_attention; arguments were checked, but for what only tensors with data show."""
+    if out is not None:
+        _checks.apart(out, q=q, k=k._blocks, v=v._blocks, **{"window[0]": k_window, "window[1]": v_window})
     backend = resolve(backend, q.device)
-    keys = k_cache, k_max_tile_rows, "key", q.dtype, tokens, q.shape[3]
-    values = v_cache, v_max_tile_rows, "value", q.dtype, tokens, q.shape[3]
-    window = None if k_window is None or v_window is None else (k_window, v_window)
     if seq_lens is not None and backend in ("reference", "cpu"):
-        _check_lengths(seq_lens, tokens)
-    if backend != "reference":
-        return _attend(
-            _ops.kernel_view(*keys),
-            _ops.kernel_view(*values),
-            q,
-            window=window,
-            lengths=seq_lens,
-            scale=scale,
-            causal=causal,
-            return_lse=return_lse,
-            num_splits=num_splits,
-            out=out,
-            lse=lse,
-            backend=backend,
-        )
-    dense = (reference.decompress(_ops.sparse_kv(*cache)) for cache in (keys, values))
-    out, computed = _attend_reference(*dense, q, window=window, lengths=seq_lens, scale=scale, causal=causal, out=out)
-    return out, computed if lse is None else lse.copy_(computed)
+        _check_lengths(seq_lens, k.shape[2])
+    window = None
+    if k_window is not None and v_window is not None and k_window.shape[2]:
+        window = _checks.plain(k_window), _checks.plain(v_window)
+    options: dict[str, Any] = {"lengths": seq_lens, "scale": scale, "causal": causal, "out": out}
+    if backend == "reference":
+        dense = reference.decompress(k), reference.decompress(v)
+        out, computed = _attend_reference(*dense, q, window=window, **options)
+        return out, computed if lse is None else lse.copy_(computed)
+    return _attend(
+        k._kernel_view(),
+        v._kernel_view(),
+        q,
+        window=window and _window(*window),
+        return_lse=return_lse,
+        num_splits=num_splits,
+        lse=lse,
+        backend=backend,
+        **options,
+    )
+
+
+def _run_op(
+    q: Tensor,
+    k_cache: Sequence[Tensor],
+    k_max_tile_rows: int,
+    v_cache: Sequence[Tensor],
+    v_max_tile_rows: int,
+    k_window: Tensor | None,
+    v_window: Tensor | None,
+    seq_lens: Tensor | None,
+    tokens: int,
+    *options: Any,
+    **results: Any,
+) -> tuple[Tensor, Tensor | None]:
+    k = _ops.sparse_kv(k_cache, k_max_tile_rows, "key", q.dtype, tokens, q.shape[3])
+    v = _ops.sparse_kv(v_cache, v_max_tile_rows, "value", q.dtype, tokens, q.shape[3])
+    return _run(q, k, v, k_window, v_window, seq_lens, *options, **results)
 
 
 def _attention(*arguments: Any) -> Tensor:
-    return _run(*arguments)[0]
+    return _run_op(*arguments)[0]
 
 
 def _attention_lse(*arguments: Any) -> tuple[Tensor, Tensor | None]:
-    return _run(*arguments, return_lse=True)
+    return _run_op(*arguments, return_lse=True)
 
 
-def _attention_out(q: Tensor, k_cache: Sequence[Tensor], *arguments: Any) -> None:
-    _, v_cache, _, k_window, v_window, *_, out, lse = arguments
-    windows = {"window[0]": k_window, "window[1]": v_window}
-    _checks.apart(out, q=q, k=k_cache[0], v=v_cache[0], **windows)
-    _run(q, k_cache, *arguments[:-2], out=out, lse=lse)
+def _attention_out(*arguments: Any) -> None:
+    *inputs, out, lse = arguments
+    _run_op(*inputs, out=out, lse=lse)
 
 
 def _attention_fake(q: Tensor, *_: Any) -> Tensor:

@@ -182,7 +182,6 @@ class KVCache(CacheRows):
                 raise ValueError(f"prefill takes empty sequences, sequence {row} holds {held} tokens: use append")
         self._extend(k, v, rows, tokens)
 
-    @torch.no_grad()
     def append(self, k: Tensor, v: Tensor, *, sequences: Sequence[int] | Tensor | None = None) -> None:
         """Adds n >= 1 tokens to every sequence, empty or not: a decoding step, a further turn, a chunk of a prompt.
 
@@ -200,18 +199,21 @@ class KVCache(CacheRows):
         if self._capturing():
             self._append_captured(k, v, rows)
             return
-        self._refresh("append")
+        if self._captured:
+            self._refresh("append")
         new = k.shape[2]
         if new > self._config.max_append:
             self._extend(k, v, rows, [new] * len(rows))
             return
-        stays = self._table.stays_dense(rows, new)
-        if not stays:
+        named = None if sequences is None else rows
+        if self._table.stays_dense(rows, new):
+            self._storage.append(k, v, named)
+            self._table.advance_dense(new)
+        else:
             self._storage.apply(self._table.provide(rows, [new] * len(rows)))
-        self._storage.append(k, v, None if sequences is None else rows)
-        self._table.advance(rows, [new] * len(rows), stays_dense=stays)
+            self._storage.append(k, v, named)
+            self._table.advance(rows, [new] * len(rows))
 
-    @torch.no_grad()
     def attend(
         self,
         q: Tensor,
@@ -257,8 +259,7 @@ class KVCache(CacheRows):
             storage.pool.key_view(),
             storage.pool.value_view(),
             q,
-            window=(storage.windows.keys, storage.windows.values),
-            window_lengths=storage.windows.lengths,
+            window=storage.windows._attention_window,
             lengths=storage.lengths,
             sequences=None if sequences is None else storage.numbers(rows, capturing=self._capturing()),
             scale=scale,
@@ -273,6 +274,7 @@ class KVCache(CacheRows):
         state = self._table.rows[row]
         return self._storage.dense(row, state.compressed, state.window)
 
+    @torch.no_grad()
     def _extend(self, k: Tensor, v: Tensor, rows: list[int], tokens: list[int]) -> None:
         changes = self._table.provide(rows, tokens)
         self._storage.apply(changes)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cute_kernels import _checks, _ops, reference
 from cute_kernels._extension import _C, DTYPE_CODES
-from cute_kernels._backends import check_name, resolve
+from cute_kernels._backends import check_name, launch, resolve
 from cute_kernels.sparse_kv import SparseKV
 
 
@@ -46,6 +47,8 @@ def sparse_qk(
     if out is not None:
         _checks.output(out, shape, out_dtype, k.device)
     check_name(backend)
+    if backend != "reference" and _ops.eager(q, out, k._blocks):
+        return _run_qk(q, k, scale, out_dtype, backend, out)
     if out is None:
         return _QK(q, *_ops.storage(k), tokens, scale, out_dtype, backend)
     _QK_OUT(q, *_ops.storage(k), scale, backend, out)
@@ -73,10 +76,70 @@ def sparse_av(p: Tensor, v: SparseKV, *, out: Tensor | None = None, backend: str
     if out is not None:
         _checks.output(out, shape, v.dtype, v.device)
     check_name(backend)
+    if backend != "reference" and _ops.eager(p, out, v._blocks):
+        return _run_av(p, v, backend, out)
     if out is None:
         return _AV(p, *_ops.storage(v), head_dim, v.dtype, backend)
     _AV_OUT(p, *_ops.storage(v), backend, out)
     return out
+
+
+def _run_qk(
+    q: Tensor, k: SparseKV, scale: float, out_dtype: torch.dtype, backend: str, out: Tensor | None = None
+) -> Tensor:
+    """sparse_qk; arguments were checked, but for the backend and for memory that overlaps."""
+    backend = resolve(backend, q.device)
+    batch, q_heads, q_tokens, _ = q.shape
+    if out is None:
+        out = torch.empty((batch, q_heads, q_tokens, k.shape[2]), dtype=out_dtype, device=q.device)
+    else:
+        _checks.apart(out, q=q, **_ops.named_storage(k))
+    if out.numel() == 0:
+        return out
+    if backend == "reference":
+        reference.sparse_qk(q, k, scale, out)
+        return out
+    q = _checks.plain(q)
+    strides, dtype = q.stride()[:3], DTYPE_CODES[out_dtype]
+    arguments = k._kernel_view(), q.data_ptr(), strides, q_heads, q_tokens, scale, out.data_ptr(), dtype
+    if backend == "cpu":
+        _C.cpu.sparse_qk(*arguments, torch.get_num_threads())
+    else:
+        launch(_C.cuda.sparse_qk, q.device, *arguments, backend)
+    return out
+
+
+def _run_av(p: Tensor, v: SparseKV, backend: str, out: Tensor | None = None) -> Tensor:
+    """sparse_av; arguments were checked, but for the backend and for memory that overlaps."""
+    backend = resolve(backend, p.device)
+    batch, q_heads, q_tokens, tokens = p.shape
+    if out is None:
+        out = torch.empty((batch, q_heads, q_tokens, v.shape[3]), dtype=v.dtype, device=p.device)
+    else:
+        _checks.apart(out, p=p, **_ops.named_storage(v))
+    if out.numel() == 0:
+        return out
+    if tokens == 0:
+        out.detach().zero_()  # of whom autograd is to know nothing
+        return out
+    if backend == "reference":
+        reference.sparse_av(p, v, out)
+        return out
+    p = _checks.plain(p)
+    strides, dtype = p.stride()[:3], DTYPE_CODES[p.dtype]
+    arguments = v._kernel_view(), p.data_ptr(), strides, dtype, q_heads, q_tokens, out.data_ptr()
+    if backend == "cpu":
+        _C.cpu.sparse_av(*arguments, torch.get_num_threads())
+    else:
+        launch(_av_on_gpu, p.device, arguments, p.device, backend)
+    return out
+
+
+def _av_on_gpu(arguments: tuple[Any, ...], device: torch.device, backend: str, stream: int) -> None:
+    view, *_, q_heads, q_tokens, _ = arguments
+    nbytes = _C.cuda.workspace_bytes(view, q_heads, q_tokens, backend)
+    workspace = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    _C.cuda.sparse_av(*arguments, workspace.data_ptr(), backend, stream)
 
 
 # ---- torch.ops.cute_kernels ------------------------------------------------------------------------------------------
@@ -91,10 +154,8 @@ def _qk(
     out_dtype: torch.dtype,
     backend: str,
 ) -> Tensor:
-    batch, q_heads, q_tokens, _ = q.shape
-    out = torch.empty(batch, q_heads, q_tokens, tokens, dtype=out_dtype, device=q.device)
-    _launch_qk(q, cache, max_tile_rows, scale, resolve(backend, q.device), out)
-    return out
+    k = _ops.sparse_kv(cache, max_tile_rows, "key", q.dtype, tokens, q.shape[3])
+    return _run_qk(q, k, scale, out_dtype, backend)
 
 
 def _qk_fake(
@@ -110,42 +171,14 @@ def _qk_fake(
 
 
 def _qk_out(q: Tensor, cache: Sequence[Tensor], max_tile_rows: int, scale: float, backend: str, out: Tensor) -> None:
-    _checks.apart(out, q=q, **dict(zip(_ops.STORAGE, cache)))
-    _launch_qk(q, cache, max_tile_rows, scale, resolve(backend, q.device), out)
-
-
-def _launch_qk(q: Tensor, cache: Sequence[Tensor], max_tile_rows: int, scale: float, backend: str, out: Tensor) -> None:
-    _, q_heads, q_tokens, tokens = out.shape
-    if out.numel() == 0:
-        return
-    keys = cache, max_tile_rows, "key", q.dtype, tokens, q.shape[3]
-    if backend == "reference":
-        reference.sparse_qk(q, _ops.sparse_kv(*keys), scale, out)
-        return
-    arguments = (
-        _ops.kernel_view(*keys),
-        q.data_ptr(),
-        q.stride()[:3],
-        q_heads,
-        q_tokens,
-        scale,
-        out.data_ptr(),
-        DTYPE_CODES[out.dtype],
-    )
-    if backend == "cpu":
-        _C.cpu.sparse_qk(*arguments, torch.get_num_threads())
-        return
-    with torch.cuda.device(q.device):
-        _C.cuda.sparse_qk(*arguments, backend, torch.cuda.current_stream().cuda_stream)
+    k = _ops.sparse_kv(cache, max_tile_rows, "key", q.dtype, out.shape[3], q.shape[3])
+    _run_qk(q, k, scale, out.dtype, backend, out)
 
 
 def _av(
     p: Tensor, cache: Sequence[Tensor], max_tile_rows: int, head_dim: int, dtype: torch.dtype, backend: str
 ) -> Tensor:
-    batch, q_heads, q_tokens, _ = p.shape
-    out = torch.empty(batch, q_heads, q_tokens, head_dim, dtype=dtype, device=p.device)
-    _launch_av(p, cache, max_tile_rows, resolve(backend, p.device), out)
-    return out
+    return _run_av(p, _ops.sparse_kv(cache, max_tile_rows, "value", dtype, p.shape[3], head_dim), backend)
 
 
 def _av_fake(
@@ -155,30 +188,8 @@ def _av_fake(
 
 
 def _av_out(p: Tensor, cache: Sequence[Tensor], max_tile_rows: int, backend: str, out: Tensor) -> None:
-    _checks.apart(out, p=p, **dict(zip(_ops.STORAGE, cache)))
-    _launch_av(p, cache, max_tile_rows, resolve(backend, p.device), out)
-
-
-def _launch_av(p: Tensor, cache: Sequence[Tensor], max_tile_rows: int, backend: str, out: Tensor) -> None:
-    _, q_heads, q_tokens, tokens = p.shape
-    if out.numel() == 0:
-        return
-    if tokens == 0:
-        out.zero_()
-        return
-    values = cache, max_tile_rows, "value", out.dtype, tokens, out.shape[3]
-    if backend == "reference":
-        reference.sparse_av(p, _ops.sparse_kv(*values), out)
-        return
-    view = _ops.kernel_view(*values)
-    arguments = view, p.data_ptr(), p.stride()[:3], DTYPE_CODES[p.dtype], q_heads, q_tokens, out.data_ptr()
-    if backend == "cpu":
-        _C.cpu.sparse_av(*arguments, torch.get_num_threads())
-        return
-    with torch.cuda.device(p.device):
-        nbytes = _C.cuda.workspace_bytes(view, q_heads, q_tokens, backend)
-        workspace = torch.empty(nbytes, dtype=torch.uint8, device=p.device)
-        _C.cuda.sparse_av(*arguments, workspace.data_ptr(), backend, torch.cuda.current_stream().cuda_stream)
+    v = _ops.sparse_kv(cache, max_tile_rows, "value", out.dtype, p.shape[3], out.shape[3])
+    _run_av(p, v, backend, out)
 
 
 _CACHE = "Tensor[] cache, SymInt max_tile_rows"
