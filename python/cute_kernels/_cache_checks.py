@@ -158,7 +158,7 @@ def at_least(value: Any, name: str, least: int) -> int:
     return number
 
 
-def new_tokens(made_for: CacheConfig, k: Any, v: Any) -> tuple[Tensor, Tensor]:
+def new_tokens(made_for: CacheConfig, k: Any, v: Any) -> None:
     """K and V of new tokens, (B, Hkv, n, D) both."""
     for x, name in ((k, "k"), (v, "v")):
         _like_cache(x, name, made_for)
@@ -171,7 +171,6 @@ def new_tokens(made_for: CacheConfig, k: Any, v: Any) -> tuple[Tensor, Tensor]:
         _checks.unit_stride(x, name)
     if v.shape != k.shape:
         raise ValueError(f"v must have the shape of k, {tuple(k.shape)}, got {tuple(v.shape)}")
-    return _checks.plain(k), _checks.plain(v)
 
 
 def queries(made_for: CacheConfig, q: Any) -> None:

@@ -72,6 +72,7 @@ class CacheStorage:
         self.windows = _pages.Windows.allocate(self.pool, made_for.window, made_for.max_append)
         self.lengths = torch.zeros(sequences, dtype=torch.int32, device=device)
         self._numbers = torch.arange(sequences, dtype=torch.int32, device=device)
+        self.content = torch.zeros(1, dtype=torch.int32, device=device)  # see _cache_ops
         self._remembered: OrderedDict[tuple[int, ...], Tensor] = OrderedDict()
         self._kept: list[Tensor] = []  # what captured graphs point to
 
@@ -88,7 +89,8 @@ class CacheStorage:
 
     @property
     def nbytes(self) -> int:
-        return self.pool.nbytes + self.windows.nbytes + self.lengths.nbytes + self._numbers.nbytes
+        others = self.lengths, self._numbers, self.content
+        return self.pool.nbytes + self.windows.nbytes + sum(tensor.nbytes for tensor in others)
 
     def numbers(self, rows: Sequence[int], *, capturing: bool = False) -> Tensor:
         """The rows' numbers, (n,) int32 on the device."""

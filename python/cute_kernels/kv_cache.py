@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from cute_kernels import _cache_checks, _checks, attention
+from cute_kernels import _cache_checks, _cache_ops, _checks, _ops, attention
 from cute_kernels._backends import check_name, resolve
 from cute_kernels._cache_attention import attend_reference
 from cute_kernels._cache_rows import CacheRows
@@ -43,6 +44,9 @@ class KVCache(CacheRows):
     append further tokens. The host cannot know how many, so from the first capture on, operations that depend on
     lengths (eager append among them) read these from the device. A replay for which no pages are reserved leaves the
     tokens of that sequence out, and the next such operation raises RuntimeError for it.
+
+    torch.compile takes append and attend whole (fullgraph=True): as operations, one graph for all layers and steps. They
+    check and count when they run, so that what they refuse, the compiled function raises.
 
     A cache belongs to one stream at a time: pages and windows are reused in the order of the calls, which only
     work that is queued on one stream follows. Who changes streams has to make the new one wait for the old.
@@ -108,6 +112,11 @@ class KVCache(CacheRows):
         self.dtype, self.device = config.dtype, config.device
         self.window, self.page_tokens = config.window, config.page_tokens
         self.key_keep, self.value_keep = config.key_keep, config.value_keep
+        self._number = _cache_ops.register(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:  # of copies
+        self.__dict__.update(state)
+        self._number = _cache_ops.register(self)
 
     # ---- What it holds -----------------------------------------------------------------------------------------------
 
@@ -172,7 +181,8 @@ class KVCache(CacheRows):
         Raises TypeError or ValueError for arguments that do not fit, and for sequences that hold tokens; RuntimeError,
         before anything changes, where a sequence would exceed the capacity or all together the pages.
         """
-        k, v = _cache_checks.new_tokens(self._config, k, v)
+        _cache_checks.new_tokens(self._config, k, v)
+        k, v = _checks.plain(k), _checks.plain(v)
         rows = self._rows(sequences, k.shape[0], "k", take=True)
         tokens = _cache_checks.counts(lengths, "lengths", k.shape[0], k.shape[2])
         self._refresh("prefill")
@@ -192,9 +202,16 @@ class KVCache(CacheRows):
 
         Raises what `prefill` raises, and RuntimeError in a capture without pages.
         """
-        k, v = _cache_checks.new_tokens(self._config, k, v)
+        _cache_checks.new_tokens(self._config, k, v)
         if k.shape[2] < 1:
             raise ValueError(f"k must have at least 1 token to append, got shape {tuple(k.shape)}")
+        if _ops.eager(k, v):
+            self._append(k, v, sequences)
+        else:
+            _cache_ops.append(self, k, v, sequences)
+
+    def _append(self, k: Tensor, v: Tensor, sequences: Sequence[int] | Tensor | None) -> None:
+        k, v = _checks.plain(k), _checks.plain(v)
         rows = self._rows(sequences, k.shape[0], "k", take=True)
         if self._capturing():
             self._append_captured(k, v, rows)
@@ -241,21 +258,37 @@ class KVCache(CacheRows):
         if the backend cannot serve the call; all before anything is launched.
         """
         _cache_checks.queries(self._config, q)
-        rows = self._rows(sequences, q.shape[0], "q")
         scale = 1 / math.sqrt(self.head_dim) if scale is None else _checks.scale(scale)
         _checks.flag(causal, "causal")
         _checks.flag(return_lse, "return_lse")
         if out is not None:
             _checks.output(out, q.shape, q.dtype, self.device)
-            _checks.apart(out, q=q)
         check_name(backend)
+        options = scale, causal, return_lse, out, sequences, backend
+        result, lse = self._attend(q, *options) if _ops.eager(q, out) else _cache_ops.attend(self, q, *options)
+        return result if lse is None else (result, lse)
+
+    def _attend(
+        self,
+        q: Tensor,
+        scale: float,
+        causal: bool,
+        return_lse: bool,
+        out: Tensor | None,
+        sequences: Sequence[int] | Tensor | None,
+        backend: str,
+        lse: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        rows = self._rows(sequences, q.shape[0], "q")
+        if out is not None:
+            _checks.apart(out, q=q)
         name = resolve(backend, self.device)
         if name == "reference":
             self._refresh("attend with backend 'reference'")
-            result, lse = attend_reference(q, [self._dense(row) for row in rows], scale, causal, out)
-            return (result, lse) if return_lse else result
+            out, lse = attend_reference(q, [self._dense(row) for row in rows], scale, causal, out, lse)
+            return out, lse if return_lse else None
         storage = self._storage
-        result, sums = attention._attend(
+        return attention._attend(
             storage.pool.key_view(),
             storage.pool.value_view(),
             q,
@@ -266,9 +299,9 @@ class KVCache(CacheRows):
             causal=causal,
             return_lse=return_lse,
             out=out,
+            lse=lse,
             backend=name,
         )
-        return result if sums is None else (result, sums)
 
     def _dense(self, row: int) -> tuple[Tensor, Tensor]:
         state = self._table.rows[row]
