@@ -1,5 +1,5 @@
 """Measurements of cute_kernels: `python -m profiling.sweep`, `profiling.report`, `profiling.compare`,
-`profiling.decode_microbench`; without a GPU `profiling.tile_model`, `profiling.sass`.
+`profiling.decode_microbench`, `profiling.host_cost`; without a GPU `profiling.tile_model`, `profiling.sass`.
 
 Run from the repository's root. Importing this package puts the checkout's python/ on the module path.
 """

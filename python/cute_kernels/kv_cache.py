@@ -45,8 +45,8 @@ class KVCache(CacheRows):
     lengths (eager append among them) read these from the device. A replay for which no pages are reserved leaves the
     tokens of that sequence out, and the next such operation raises RuntimeError for it.
 
-    torch.compile takes append and attend whole (fullgraph=True): as operations, one graph for all layers and steps. They
-    check and count when they run, so that what they refuse, the compiled function raises.
+    torch.compile takes append and attend whole (fullgraph=True): as operations, one graph for all layers and steps.
+    They check and count when they run: what they refuse, the compiled function raises.
 
     A cache belongs to one stream at a time: pages and windows are reused in the order of the calls, which only
     work that is queued on one stream follows. Who changes streams has to make the new one wait for the old.
