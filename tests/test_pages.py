@@ -209,17 +209,25 @@ def test_trim(device, head_dim, kind, dtype, rng):
 
 
 def test_fitting_avoids_trimming(rng):
-    """A bound that many tiles of `compress_kv` exceed by a row or two is hardly ever exceeded."""
-    k, v = (oracle.gaussian(1, 2, 512 * TILE, 128) for _ in range(2))
-    bitmap_rows, bound = _C.format.bitmap_rows(128), 45
+    """Of the tiles that `compress_kv` makes longer than a slot, few are trimmed.
+
+    Measured over 60 draws of 2048 tiles: 4.65 % of them (standard error 0.06 %) are longer and 0.17 % (0.012 %) are
+    trimmed, with no more variance than independent tiles have. Of 8192 that is 381 +- 19 and 14 +- 4. Below 250 of the
+    former is 6.8 standard deviations away; more of the latter, a Poisson variable, than a ninth of the former has a
+    probability of 10^-7 even if the measured rate was two standard errors too low.
+    """
+    tiles = 2048  # of each of two heads, keys and values
+    k, v = (oracle.gaussian(1, 2, tiles * TILE, 128) for _ in range(2))
+    bitmap_rows, bound = _C.format.bitmap_rows(128), 44
     unfitted = [kv.row_offsets.diff() - bitmap_rows for kv in ck.compress_kv(k, v, keep=38)]
+    longer = sum(int((rows > bound).sum()) for rows in unfitted)
     pool = make_pool(
-        sequences=1, pages_per_sequence=512, key_keep=38, value_keep=38, key_slot_rows=bitmap_rows + bound,
+        sequences=1, pages_per_sequence=tiles, key_keep=38, value_keep=38, key_slot_rows=bitmap_rows + bound,
         value_slot_rows=bitmap_rows + bound,
     )
     _pages.store(pool, k, v, index(0), index(0), True)
-    assert sum(int((longest > bound).sum()) for longest in unfitted) >= 8
-    assert int(pool.dropped[:, 0].sum()) <= 2
+    assert longer >= 250
+    assert int(pool.dropped[:, 0].sum()) <= longer / 9
 
 
 @pytest.mark.parametrize("kind", ["gaussian", "lognormal", "outliers"])
