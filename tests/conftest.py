@@ -14,6 +14,8 @@ import torch
 SEED_VARIABLE = "CUTE_KERNELS_TEST_SEED"
 BASE_SEED = int(os.environ.get(SEED_VARIABLE) or random.SystemRandom().randrange(2**31))
 
+pytest.register_assert_rewrite("page_pools", "tests.exact_kv_cache")
+
 hypothesis.settings.register_profile("cute_kernels", deadline=None, print_blob=True, max_examples=40)
 hypothesis.settings.load_profile("cute_kernels")
 

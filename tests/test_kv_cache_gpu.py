@@ -10,8 +10,8 @@ import torch
 
 import cute_kernels as ck
 from cute_kernels import _C
+from tests.exact_kv_cache import check, make, pair
 from tests.oracle import same_bits
-from tests.test_kv_cache import check, make, pair
 
 pytestmark = pytest.mark.gpu
 
