@@ -129,6 +129,19 @@ def test_pickle_and_copy(rng):
         assert other.state_dict()["blocks"].data_ptr() != kv.state_dict()["blocks"].data_ptr()
 
 
+def test_tensors_that_move_to_shared_memory(rng):
+    """As they do on their way to another process."""
+    x, q = oracle.gaussian(2, 2, 300, 64), oracle.gaussian(2, 4, 1, 64)
+    k, v = ck.compress_kv(x, x, keep=20)
+    expected = ck.sparse_attention(q, k, v), ck.decompress(k)
+    for tensor in k._tensors().values():
+        address, view = tensor.data_ptr(), k._kernel_view()
+        tensor.share_memory_()
+        assert tensor.data_ptr() != address and k._kernel_view() is not view
+    assert oracle.same_bits(ck.sparse_attention(q, k, v), expected[0])
+    assert oracle.same_bits(ck.decompress(k), expected[1])
+
+
 def test_tensors_cut_out_of_a_larger_one(device, rng):
     kv = make(device=device)
     state = cloned(kv)

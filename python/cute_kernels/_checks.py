@@ -225,20 +225,20 @@ def output(out: Any, expected: Sequence[int], expected_dtype: torch.dtype, of: t
 
 
 def apart(out: Tensor, **inputs: Tensor | None) -> None:
-    """Raises ValueError if `out` shares memory with an input; for tensors with data."""
-    begin, end = _span(out)
+    """Raises ValueError if `out`, which is contiguous, shares memory with an input; for tensors with data."""
+    begin = out.data_ptr()
+    end = begin + out.nbytes
     for name, value in inputs.items():
         if value is None:
             continue
-        other_begin, other_end = _span(value)
-        if begin < other_end and other_begin < end:
+        address = value.data_ptr()
+        if address < end and begin < address + _reach(value):
             raise ValueError(f"out must not share memory with {name}")
 
 
-def _span(value: Tensor) -> tuple[int, int]:
-    """Addresses of the first byte a tensor may touch and of the one after its last."""
-    begin = value.data_ptr()
+def _reach(value: Tensor) -> int:
+    """Bytes from a tensor's first to the last that it may touch."""
     if value.numel() == 0 or value.is_contiguous():
-        return begin, begin + value.nbytes
+        return value.nbytes
     last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride()))
-    return begin, begin + (last + 1) * value.element_size()
+    return (last + 1) * value.element_size()

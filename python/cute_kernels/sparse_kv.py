@@ -47,6 +47,7 @@ class SparseKV:
         "_keep",
         "_totals",
         "_view",
+        "_addresses",
         "__weakref__",
     )
 
@@ -62,6 +63,7 @@ class SparseKV:
     _keep: int  # preallocated: for so many elements a token, 0: any number
     _totals: Tensor | None  # preallocated: _steps.TOTALS on the device; _blocks and _max_tile_rows are bounds then
     _view: _C.SparseView | None
+    _addresses: tuple[int, ...]  # that _view was made of
 
     def __init__(self) -> None:
         raise TypeError("SparseKV has no public constructor: use compress, compress_kv or SparseKV.from_state_dict")
@@ -95,7 +97,7 @@ class SparseKV:
         self._nnz = nnz
         self._keep = keep
         self._totals = totals
-        self._view = None
+        self._view, self._addresses = None, ()
         return self
 
     @classmethod
@@ -276,14 +278,19 @@ class SparseKV:
         }
 
     def _kernel_view(self) -> _C.SparseView:
-        """The storage as kernels take it: pointers and sizes. Valid as long as this object lives."""
-        if self._view is None:
+        """The storage as kernels take it: pointers and sizes. Valid as long as this object lives and its tensors stay
+        where they are, which they do not when they are moved to memory that processes share."""
+        addresses = (
+            self._blocks.data_ptr(),
+            self._row_offsets.data_ptr(),
+            self._token_order.data_ptr(),
+            self._channel_order.data_ptr(),
+        )
+        if self._view is None or addresses != self._addresses:
             batch, kv_heads, tokens, head_dim = self._shape
+            self._addresses = addresses
             self._view = _C.SparseView(
-                self._blocks.data_ptr(),
-                self._row_offsets.data_ptr(),
-                self._token_order.data_ptr(),
-                self._channel_order.data_ptr(),
+                *addresses,
                 ROLE_CODES[self._role],
                 DTYPE_CODES[self._dtype],
                 batch,
