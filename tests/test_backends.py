@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import oracle
 import pytest
 import torch
 
 import cute_kernels as ck
+from cute_kernels._backends import launch
 
 HAS_CUDA = torch.cuda.is_available()
 
@@ -139,3 +141,20 @@ for dtype in (torch.float16, torch.bfloat16):
     if "not available on this CPU" in result.stderr:
         pytest.skip(f"{isa} is not available on this CPU")
     assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("current", [0, 1])
+def test_launches_on_the_tensors_device_and_its_stream(monkeypatch, current):
+    device, seen = torch.device("cuda", 1), []
+
+    @contextmanager
+    def make_current(wanted):
+        seen.append(wanted)
+        yield
+        seen.append("back")
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(torch.cuda, "device", make_current)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 100 + index, raising=False)
+    assert launch(lambda *arguments: seen.append(arguments) or "result", device, "a", 2) == "result"
+    assert seen == ([("a", 2, 101)] if current == 1 else [device, ("a", 2, 101), "back"])

@@ -224,6 +224,7 @@ class Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("transform", ["functionalize", "jvp", "trace", "subclass"])
 def test_transforms(transform, rng):
     x = make("cpu")
