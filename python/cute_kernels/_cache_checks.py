@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_kernels import _checks, _pages
+from cute_kernels import _checks, _pages, _tile_rules
 from cute_kernels._backends import compression_kernels
 from cute_kernels._extension import _C
 from cute_kernels._sequences import TILE, SequenceTable
+from cute_kernels._tile_rules import TileRule
 
 _MAX_TILES = 2**31 - 1
 
@@ -26,8 +27,8 @@ class CacheConfig:
     head_dim: int
     dtype: torch.dtype
     capacity: int
-    key_keep: int  # 0: every nonzero
-    value_keep: int
+    keys: TileRule
+    values: TileRule
     window: int
     page_tokens: int
     max_append: int
@@ -61,6 +62,8 @@ def config(
     keep: Any,
     key_keep: Any,
     value_keep: Any,
+    key_rule: Any,
+    value_rule: Any,
     window: Any,
     page_tokens: Any,
     max_append: Any,
@@ -78,6 +81,8 @@ def config(
     both = _checks.kept_elements(channels, sparsity, keep)
     kept_k = both if key_keep is None else _checks.kept_elements(channels, None, key_keep, "key_keep")
     kept_v = both if value_keep is None else _checks.kept_elements(channels, None, value_keep, "value_keep")
+    rules = _tile_rules.resolve_pair(key_rule, value_rule)
+    keys, values = TileRule(rules[0], "key", kept_k), TileRule(rules[1], "value", kept_v)
     recent = at_least(window, "window", 0)
     page = at_least(page_tokens, "page_tokens", TILE)
     if page % TILE:
@@ -86,7 +91,7 @@ def config(
     if at_once > _pages.MAX_APPEND:
         raise ValueError(f"max_append must be at most {_pages.MAX_APPEND}, got {at_once}")
     pages_per_sequence = _pages_per_sequence(most, recent, page)
-    page_bytes = heads * (page // TILE) * _tile_bytes(padded, kept_k, kept_v)
+    page_bytes = heads * (page // TILE) * _tile_bytes(keys.slot_rows(channels) + values.slot_rows(channels))
     if pool_tokens is not None and pool_bytes is not None:
         raise ValueError(
             f"pool_tokens and pool_bytes say the same thing: pass one of them, got pool_tokens={pool_tokens!r} and "
@@ -109,8 +114,8 @@ def config(
         head_dim=channels,
         dtype=dtype,
         capacity=most,
-        key_keep=kept_k,
-        value_keep=kept_v,
+        keys=keys,
+        values=values,
         window=recent,
         page_tokens=page,
         max_append=at_once,
@@ -144,10 +149,9 @@ def _check_tiles(tiles: int, argument: str) -> None:
         )
 
 
-def _tile_bytes(padded: int, key_keep: int, value_keep: int) -> int:
-    """Of one head's K and V: blocks, their numbers of rows, and the token order."""
+def _tile_bytes(rows: int) -> int:
+    """Of one head's K and V, so many rows: blocks, their numbers of rows, and the token order."""
     row_bytes: int = _C.format.ROW_BYTES
-    rows = _pages.slot_rows(padded, key_keep, "key") + _pages.slot_rows(padded, value_keep, "value")
     return rows * row_bytes + 2 * torch.int32.itemsize + TILE
 
 

@@ -65,10 +65,13 @@ class CacheStorage:
             kv_heads=made_for.kv_heads,
             head_dim=made_for.head_dim,
             dtype=made_for.dtype,
-            key_keep=made_for.key_keep,
-            value_keep=made_for.value_keep,
+            key_keep=made_for.keys.kernel_keep,
+            value_keep=made_for.values.kernel_keep,
+            key_slot_rows=made_for.keys.slot_rows(made_for.head_dim),
+            value_slot_rows=made_for.values.slot_rows(made_for.head_dim),
             device=device,
         )
+        self._rules = made_for.keys, made_for.values
         self.windows = _pages.Windows.allocate(self.pool, made_for.window, made_for.max_append)
         self.lengths = torch.zeros(sequences, dtype=torch.int32, device=device)
         self._numbers = torch.arange(sequences, dtype=torch.int32, device=device)
@@ -158,11 +161,15 @@ class CacheStorage:
         choose = run.compressed == 0  # the orders of channels: from the greater part
         if tiles > mixed:
             k, v = (x[:, :, begin : begin + (tiles - mixed) * TILE] for x in new)
-            _pages.store(self.pool, k, v, self._numbers[rows], first_tiles + mixed, choose)
+            self._store_pruned(k, v, self._numbers[rows], first_tiles + mixed, choose)
         if mixed:
             pairs = zip(old, new)
             k, v = (torch.cat([before, x[:, :, : max(begin, 0)]], dim=2)[:, :, : mixed * TILE] for before, x in pairs)
-            _pages.store(self.pool, k, v, self._numbers[rows], first_tiles, choose and tiles == mixed)
+            self._store_pruned(k, v, self._numbers[rows], first_tiles, choose and tiles == mixed)
+
+    def _store_pruned(self, k: Tensor, v: Tensor, numbers: Tensor, first_tiles: Tensor, choose: bool) -> None:
+        k, v = (rule.prune(x) for rule, x in zip(self._rules, (k, v)))
+        _pages.store(self.pool, k, v, numbers, first_tiles, choose)
 
     def move(self, targets: Sequence[int], sources: Sequence[int]) -> None:
         """Row by row, everything but pages."""

@@ -15,6 +15,7 @@ from cute_kernels._cache_attention import attend_reference
 from cute_kernels._cache_rows import CacheRows
 from cute_kernels._cache_storage import runs
 from cute_kernels._sequences import TILE
+from cute_kernels.rules import Rule
 
 
 class KVCache(CacheRows):
@@ -58,6 +59,11 @@ class KVCache(CacheRows):
         max_batch sequences of `capacity` tokens.
     sparsity, keep, key_keep, value_keep: what is kept of every token, as for `compress_kv`; with none of them every
         nonzero is.
+    key_rule, value_rule: of `cute_kernels.rules`, by name or itself. Tiles are pruned each for itself, as `prune` prunes
+        its 64 tokens: "magnitude", "channel-magnitude" with a group that divides 64, "random", and your own rules.
+        Rules that want queries or choose channels for all tokens are refused. Slots have room for as much of a tile as
+        the rule keeps on average (`Rule.mean_kept`). Rules other than "magnitude" prune in torch operations: they may
+        wait for the device, and such a cache cannot be captured in a CUDA graph.
     window: newest tokens of a sequence that are always dense.
     page_tokens: a multiple of 64.
     max_append: from 1 to 64, new tokens a sequence that `append` takes in one kernel, and a window has room for. More
@@ -65,7 +71,7 @@ class KVCache(CacheRows):
     device: a cpu or cuda device.
 
     Attributes, besides methods: the arguments max_batch, kv_heads, head_dim, dtype, capacity, window, page_tokens and
-    device, and key_keep, value_keep (0: every nonzero).
+    device, and key_keep, value_keep (0: every nonzero), key_rule, value_rule (`rules.Rule`).
 
     Raises TypeError for a wrong class or dtype, ValueError for a wrong shape, range or device, RuntimeError where no
     kernels run on the device.
@@ -85,6 +91,8 @@ class KVCache(CacheRows):
         keep: int | None = None,
         key_keep: int | None = None,
         value_keep: int | None = None,
+        key_rule: str | Rule = "magnitude",
+        value_rule: str | Rule = "magnitude",
         window: int = 32,
         page_tokens: int = 64,
         max_append: int = 64,
@@ -102,6 +110,8 @@ class KVCache(CacheRows):
             keep=keep,
             key_keep=key_keep,
             value_keep=value_keep,
+            key_rule=key_rule,
+            value_rule=value_rule,
             window=window,
             page_tokens=page_tokens,
             max_append=max_append,
@@ -111,7 +121,9 @@ class KVCache(CacheRows):
         self.kv_heads, self.head_dim = config.kv_heads, config.head_dim
         self.dtype, self.device = config.dtype, config.device
         self.window, self.page_tokens = config.window, config.page_tokens
-        self.key_keep, self.value_keep = config.key_keep, config.value_keep
+        self.key_keep, self.value_keep = config.keys.kept, config.values.kept
+        self.key_rule, self.value_rule = config.keys.rule, config.values.rule
+        self._prunes_in_kernels = config.keys.in_kernels and config.values.in_kernels
         self._number = _cache_ops.register(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:  # of copies
@@ -197,10 +209,10 @@ class KVCache(CacheRows):
 
         k, v: (B, Hkv, n, D) of the cache's dtype, on its device, any strides but 1 in the last dimension.
 
-        Does not wait for the device (once captured: reads lengths). In a capture, every sequence needs pages for what
+        Does not wait for the device (once captured: reads lengths; rules may). In a capture, every sequence needs pages for what
         is appended and written by replays: `reserve` them before.
 
-        Raises what `prefill` raises, and RuntimeError in a capture without pages.
+        Raises what `prefill` raises, and RuntimeError in a capture without pages or with a rule but "magnitude".
         """
         _cache_checks.new_tokens(self._config, k, v)
         if k.shape[2] < 1:
@@ -226,6 +238,8 @@ class KVCache(CacheRows):
         if self._table.stays_dense(rows, new):
             self._storage.append(k, v, named)
             self._table.advance_dense(new)
+        elif not self._prunes_in_kernels:
+            self._extend(k, v, rows, [new] * len(rows))
         else:
             self._storage.apply(self._table.provide(rows, [new] * len(rows)))
             self._storage.append(k, v, named)
@@ -317,6 +331,11 @@ class KVCache(CacheRows):
         self._table.advance(rows, tokens)
 
     def _append_captured(self, k: Tensor, v: Tensor, rows: list[int]) -> None:
+        if not self._prunes_in_kernels:
+            raise RuntimeError(
+                f"only rule 'magnitude' prunes in a CUDA graph, this cache has {self.key_rule.name!r} for keys and "
+                f"{self.value_rule.name!r} for values"
+            )
         for row in rows:
             if not self._table.has_pages(row, k.shape[2]) or not self._table.is_private(row):
                 raise RuntimeError(

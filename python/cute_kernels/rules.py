@@ -5,6 +5,7 @@
     ck.compress_kv(k, v, sparsity=0.7, method=(ck.rules.ThinK(q=q), "magnitude"))                 # keys, values
     rule = ck.rules.OutputAware(q=q, attention=ck.rules.attention_mass(q, k))
     ck.compress_kv(k, v, sparsity=0.7, method=rule)
+    ck.KVCache(..., sparsity=0.7, value_rule="channel-magnitude")     # a cache that grows, tile by tile
 
 A rule's name will do where it needs nothing but the cache; otherwise make the rule and pass it. `keep` of D (or the
 sparsity that says it) means the same share of the cache for every rule, counted along the rule's own direction:
@@ -47,10 +48,13 @@ class Rule(abc.ABC):
     per_token: a promise that at most `kept` elements of any token are kept, so that storage preallocated for `kept`
         holds them. Where it is broken, such storage takes the largest `kept`.
     group: how many tokens are meant to be pruned together; a cache that grows hands over multiples of it.
+    whole_cache: why it cannot prune a tile without knowing more than the tile, as a sentence that the name starts;
+        None: it can, so it serves caches that grow.
     """
 
     name: ClassVar[str]
     per_token: ClassVar[bool] = False
+    whole_cache: ClassVar[str | None] = None
     group: int = 1
 
     @abc.abstractmethod
@@ -60,6 +64,11 @@ class Rule(abc.ABC):
         x: (B, Hkv, T, D), any floating dtype. kept: of every D elements, 1 to D. role: "key", "value", or None if the
         caller does not say. Raises ValueError if the rule does not serve the role or its inputs do not fit x.
         """
+
+    def mean_kept(self, kept: int, head_dim: int) -> int:
+        """At most so many elements a token are kept, on average over `group` tokens: a cache that grows has slots for
+        tiles of them, which trim what exceeds that by much. 0: any number, slots hold every element."""
+        return kept if self.per_token else 0
 
     @torch.no_grad()
     def prune(self, x: Tensor, kept: int, role: str | None = None) -> Tensor:
@@ -111,6 +120,10 @@ class ChannelMagnitude(Rule):
     def __init__(self, group: int = GROUP_TOKENS) -> None:
         self.group = _positive(group, "group")
 
+    def mean_kept(self, kept: int, head_dim: int) -> int:
+        of_channel = max(1, self.group * kept // head_dim)
+        return max(kept, -(-head_dim * of_channel // self.group))
+
     def mask(self, x: Tensor, kept: int, role: str | None) -> Tensor:
         return _largest_of_groups(x.abs(), kept, self.group)
 
@@ -127,6 +140,7 @@ class OutputAware(Rule):
 
     name = "output-aware"
     group = GROUP_TOKENS
+    whole_cache = "weighs by queries or attention that were given for a whole cache"
 
     def __init__(self, q: Tensor | None = None, attention: Tensor | None = None, group: int = GROUP_TOKENS) -> None:
         if q is None and attention is None:
@@ -169,6 +183,7 @@ class ThinK(Rule):
 
     name = "think"
     per_token = True
+    whole_cache = "weighs by queries and chooses channels for all tokens at once"
     group = GROUP_TOKENS
 
     def __init__(self, q: Tensor) -> None:
@@ -186,6 +201,7 @@ class ThinV(Rule):
 
     name = "thinv"
     per_token = True
+    whole_cache = "chooses channels for all tokens at once"
     group = GROUP_TOKENS
 
     def mask(self, x: Tensor, kept: int, role: str | None) -> Tensor:
@@ -224,15 +240,18 @@ def needs(name: str, role: str) -> str | None:
     return "attention" if (name, role) == ("output-aware", "value") else "q"
 
 
-def resolve(method: Any) -> Rule:
-    """The rule that `method` names or is. Raises ValueError for anything else, and for a name that is not enough."""
+def resolve(method: Any, argument: str = "method") -> Rule:
+    """The rule that `method` names or is. Raises ValueError for anything else, and for a name that is not enough.
+
+    argument: what errors call it.
+    """
     if isinstance(method, Rule):
         return method
     if not isinstance(method, str) or method not in RULES:
         names = ", ".join(map(repr, RULES))
-        raise ValueError(f"method must be one of {names} or a cute_kernels.rules.Rule, got {method!r}")
+        raise ValueError(f"{argument} must be one of {names} or a cute_kernels.rules.Rule, got {method!r}")
     if method in _NEED_INPUTS:
-        raise ValueError(f"method {method!r} needs inputs: pass cute_kernels.rules.{_NEED_INPUTS[method]}")
+        raise ValueError(f"{argument} {method!r} needs inputs: pass cute_kernels.rules.{_NEED_INPUTS[method]}")
     return RULES[method]()
 
 
