@@ -26,6 +26,8 @@ class PlainKVCache:
         keep=None,
         key_keep=None,
         value_keep=None,
+        key_rule="magnitude",
+        value_rule="magnitude",
         window=32,
         page_tokens=64,
         max_append=64,

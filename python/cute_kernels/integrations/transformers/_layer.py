@@ -23,9 +23,9 @@ HEADROOM = 256  # tokens a sequence, at least, that a cache without a fixed capa
 
 @dataclass(frozen=True)
 class Settings:
-    """How every layer keeps its tokens."""
+    """How a layer keeps its tokens."""
 
-    options: dict[str, Any]  # of KVCache: sparsity, keep, key_keep, value_keep, window
+    options: dict[str, Any]  # of KVCache: sparsity, keep, key_keep, value_keep, key_rule, value_rule
     window: int
     capacity: int | None  # tokens a sequence may have, with memory for all of them from the start; None: grows
     dtype: torch.dtype | None
@@ -226,6 +226,7 @@ class SparseLayer(CacheLayerMixin):
             head_dim=head_dim,
             dtype=dtype,
             capacity=self._room,
+            window=self.settings.window,
             max_append=1,
             device=keys.device,
             **self.settings.options,

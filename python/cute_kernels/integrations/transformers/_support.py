@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from cute_kernels import _checks
+from cute_kernels import _checks, _tile_rules
 from cute_kernels._backends import BACKENDS
 from cute_kernels._extension import _C
 
@@ -114,13 +115,45 @@ def check_attention(config: Any) -> int:
     return head_dim
 
 
-def check_options(
-    head_dim: int, sparsity: Any, keep: Any, key_keep: Any, value_keep: Any, window: Any, capacity: Any, backend: Any
-) -> None:
+def layer_options(
+    head_dim: int, layers: int, amounts: dict[str, Any], key_rule: Any, value_rule: Any
+) -> list[dict[str, Any]]:
+    """What to keep, as each layer's KVCache takes it, checked as that would once the first tokens come.
+
+    amounts: sparsity, keep, key_keep, value_keep; each is one for all layers, a sequence of one for each layer, or a
+    mapping of layer numbers to one, which says nothing of the other layers.
+    """
+    keys, values = _tile_rules.resolve_pair(key_rule, value_rule)
+    by_layer = {name: _by_layer(value, name, layers) for name, value in amounts.items()}
+    found = []
+    for layer in range(layers):
+        own = {name: each[layer] for name, each in by_layer.items()}
+        try:
+            _checks.kept_elements(head_dim, own["sparsity"], own["keep"])
+            for name in ("key_keep", "value_keep"):
+                _checks.kept_elements(head_dim, None, own[name], name)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{error} (layer {layer})") from None
+        found.append(own | {"key_rule": keys, "value_rule": values})
+    return found
+
+
+def _by_layer(value: Any, name: str, layers: int) -> list[Any]:
+    """One for each layer."""
+    if isinstance(value, Mapping):
+        for layer in value:
+            if not 0 <= _checks.integer(layer, f"every layer of {name}") < layers:
+                raise ValueError(f"{name} must name layers from 0 to {layers - 1}, got {layer}")
+        return [value.get(layer) for layer in range(layers)]
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        if len(value) != layers:
+            raise ValueError(f"{name} must have one value for each of {layers} layers, got {len(value)}")
+        return list(value)
+    return [value] * layers
+
+
+def check_options(window: Any, capacity: Any, backend: Any) -> None:
     """What KVCache would raise once the first tokens come."""
-    _checks.kept_elements(head_dim, sparsity, keep)
-    for name, value in (("key_keep", key_keep), ("value_keep", value_keep)):
-        _checks.kept_elements(head_dim, None, value, name)
     if _checks.integer(window, "window") < 0:
         raise ValueError(f"window must be at least 0, got {window}")
     if capacity is not None and _checks.integer(capacity, "capacity") < 1:

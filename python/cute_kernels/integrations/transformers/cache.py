@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,12 +13,20 @@ from transformers.cache_utils import Cache
 from cute_kernels.integrations.transformers import _padding, _support
 from cute_kernels.integrations.transformers._attention import DENSE, NAME, KVLength
 from cute_kernels.integrations.transformers._layer import Settings, SparseLayer
+from cute_kernels.rules import Rule
+
+Number = TypeVar("Number", int, float)
+PerLayer = Number | Sequence[Number | None] | Mapping[int, Number | None] | None
 
 
 class SparseKVCache(Cache):
     """A KV cache for `generate` whose older tokens are pruned, stored as bitmaps and packed nonzeros.
 
         model.generate(**inputs, past_key_values=SparseKVCache(model.config, sparsity=0.7))
+        SparseKVCache(model.config, key_keep=38, value_keep=64)                      # of head_dim channels
+        SparseKVCache(model.config, sparsity=[0.5] * 4 + [0.8] * 28)                 # layer by layer
+        SparseKVCache(model.config, sparsity={layer: 0.7 for layer in range(2, 32)}) # layers 0 and 1 are not pruned
+        SparseKVCache(model.config, sparsity=0.7, value_rule="channel-magnitude")
 
     Prompts run through the model's own attention ("sdpa") on dense keys and values and are compressed behind it, layer
     by layer; new tokens attend to the compressed cache and a dense window of the newest tokens. Padding on the left
@@ -29,7 +38,10 @@ class SparseKVCache(Cache):
         is switched to "sparse_kv"; for all other caches, and without one, that is the same as "sdpa".
     sparsity, keep, key_keep, value_keep: as `cute_kernels.prune` and `KVCache` take them: the share of each token's
         channels to drop, or the number to keep, alike for keys and values or apart. With keep = head_dim nothing is
-        lost.
+        lost. Each is one number for all layers, or a sequence of one number for each layer, or a mapping from layers'
+        numbers to theirs. None, or a layer that a mapping leaves out: it says nothing of that layer; where none of
+        them does, every nonzero is kept.
+    key_rule, value_rule: pruning rules, as `KVCache` takes them; of `cute_kernels.rules` those that prune tile by tile.
     window: so many newest tokens stay dense at least.
     capacity: tokens a sequence may have, prompt and answer; memory for so many is taken at once. None: memory grows
         with the tokens.
@@ -37,7 +49,7 @@ class SparseKVCache(Cache):
         None: as the model computes, which must be float16 or bfloat16 then.
     backend: of `KVCache.attend`.
 
-    Raises TypeError and ValueError here for what the config tells: layers with a sliding window or another kind of
+    Raises TypeError and ValueError here for options that do not fit, and for what the config tells: layers with a sliding window or another kind of
     attention, logit soft-capping, keys and values shared between layers, encoder-decoder models, a float32 model, an
     attention implementation other than "sdpa". What only the tensors tell, such as the dtype of a model that was cast,
     is checked with the first tokens.
@@ -51,10 +63,12 @@ class SparseKVCache(Cache):
         self,
         config: PreTrainedConfig | PreTrainedModel,
         *,
-        sparsity: float | None = None,
-        keep: int | None = None,
-        key_keep: int | None = None,
-        value_keep: int | None = None,
+        sparsity: PerLayer[float] = None,
+        keep: PerLayer[int] = None,
+        key_keep: PerLayer[int] = None,
+        value_keep: PerLayer[int] = None,
+        key_rule: str | Rule = "magnitude",
+        value_rule: str | Rule = "magnitude",
         window: int = 32,
         capacity: int | None = None,
         dtype: torch.dtype | None = None,
@@ -64,10 +78,11 @@ class SparseKVCache(Cache):
         layers = _support.check_layers(decoder)
         head_dim = _support.check_attention(decoder)
         model_dtype = config.dtype if isinstance(config, PreTrainedModel) else decoder.dtype
-        _support.check_options(head_dim, sparsity, keep, key_keep, value_keep, window, capacity, backend)
-        options = {"sparsity": sparsity, "keep": keep, "key_keep": key_keep, "value_keep": value_keep, "window": window}
-        settings = Settings(options, window, capacity, _support.cache_dtype(dtype, model_dtype), backend)
-        super().__init__(layers=[SparseLayer(settings) for _ in range(layers)])
+        _support.check_options(window, capacity, backend)
+        amounts = {"sparsity": sparsity, "keep": keep, "key_keep": key_keep, "value_keep": value_keep}
+        every = _support.layer_options(head_dim, layers, amounts, key_rule, value_rule)
+        stored = _support.cache_dtype(dtype, model_dtype)
+        super().__init__(layers=[SparseLayer(Settings(own, window, capacity, stored, backend)) for own in every])
         self._valid: Tensor | None = None  # which columns are tokens: _padding.Columns.valid
         _switch(decoder)
 
