@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 # Dense caches grow by a token at a time: without this their memory falls to pieces, and less of it fits.
-os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+ALLOCATOR, EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"
+os.environ.setdefault(ALLOCATOR, EXPANDABLE)
 
 import torch
 
@@ -44,7 +45,7 @@ random configs: {configs}
 --batch max is the largest batch that fits, found from the peak memory of two smaller ones (of --batch, else 1 and 2)
 and tried; where it does not fit, batches of 5 % less each. Every cache has its own. It needs a GPU.
 
-Files: generate.csv, generate.json, generate.md. A complete run of the defaults writes to profiling/results/DEVICE/,
+Files: NAME.csv, NAME.json, NAME.md. A complete run of the defaults writes to profiling/results/DEVICE/,
 everything else to build/generate/DEVICE/; --out DIR overrides both. They are written after every row."""
 
 
@@ -64,6 +65,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--side", action="append", choices=measure.SIDES,
         help="what to measure, may be repeated (default: dense, sparse); -graph: steps as replays of a CUDA graph, "
              "with a StaticCache or a SparseKVCache")
+    add("--sdpa", type=_sdpa, metavar="LIST",
+        help="of default (torch chooses the backend) and no-cudnn; dense sides are measured with each, others with the "
+             "first (default: default,no-cudnn; without a GPU default)")
     add("--sparsity", type=float, metavar="S", help=f"share of channels pruned (default: {SPARSITY})")
     add("--key-keep", type=positive_integer, metavar="N", help="channels kept of keys, in place of --sparsity")
     add("--value-keep", type=positive_integer, metavar="N", help="channels kept of values, in place of --sparsity")
@@ -73,6 +77,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--seed", type=int, default=0, metavar="N", help="of weights and prompts (default: 0)")
     add("--quick", action="store_true", help="a tiny model and short texts: a smoke test, no figures to quote")
     add("--out", type=Path, metavar="DIR", help="folder for the files (default: see below)")
+    add("--name", default=rows.NAME, metavar="NAME",
+        help="of the files (default: %(default)s); profiling.report reads those that begin with generate")
     args = parser.parse_args(arguments)
     if (args.key_keep is None) != (args.value_keep is None):
         parser.error("--key-keep and --value-keep come together")
@@ -81,7 +87,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if args.sparsity is not None and not 0 <= args.sparsity < 1:
         parser.error(f"--sparsity must be at least 0 and below 1, got {args.sparsity}")
     args.defaults = not any((args.model, args.random_config, args.prompt, args.new, args.batch, args.side,
-                             args.sparsity is not None, args.key_keep, args.quick, args.dtype != "bfloat16",
+                             args.sdpa, args.sparsity is not None, args.key_keep, args.quick, args.dtype != "bfloat16",
                              args.window != WINDOW, args.seed))
     return _complete(args, parser)
 
@@ -105,6 +111,7 @@ def _complete(args: argparse.Namespace, parser: argparse.ArgumentParser) -> argp
     if args.model is not None and not (args.model / "config.json").is_file():
         parser.error(f"--model {args.model}: no config.json there")
     args.side = list(dict.fromkeys(args.side or ("dense", "sparse")))
+    args.sdpa = args.sdpa or (measure.SDPA[:1] if on_cpu else measure.SDPA)
     if args.sparsity is None and args.key_keep is None:
         args.sparsity = SPARSITY
     return args
@@ -130,10 +137,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     done: list[Row] = []
     status = EXIT_OK
     try:
-        with Progress(len(args.side) * len(args.batch)) as progress:
-            for row in _rows(args, model, env, progress):
+        sides = _sides(args)
+        with Progress(len(sides) * len(args.batch)) as progress:
+            for row in _rows(args, sides, model, env, progress):
                 done.append(row)
-                rows.write(done, folder)
+                rows.write(done, folder, args.name)
     except KeyboardInterrupt:
         print(f"interrupted: kept the {len(done)} rows measured so far", file=sys.stderr)
         status = EXIT_INTERRUPTED
@@ -141,18 +149,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"python -m profiling.generate: {error}", file=sys.stderr)
         status = EXIT_FAILED
     if done:
-        paths = rows.write(done, folder)
+        paths = rows.write(done, folder, args.name)
         print(rows.terminal(done), "wrote " + ", ".join(map(str, paths)), sep="\n", flush=True)
     return status
 
 
-def _rows(args: argparse.Namespace, model: Any, env: Any, progress: Progress) -> Iterator[Row]:
-    """Smaller batches first: they tell how much memory a sequence takes."""
+def _sides(args: argparse.Namespace) -> list[Side]:
+    sides = []
     for name in args.side:
-        side = Side(name, args.sparsity, args.key_keep, args.value_keep, args.window)
+        for sdpa in args.sdpa[:1] if name.startswith("sparse") else args.sdpa:
+            sides.append(Side(name, args.sparsity, args.key_keep, args.value_keep, args.window, sdpa))
+    return sides
+
+
+def _rows(args: argparse.Namespace, sides: Sequence[Side], model: Any, env: Any, progress: Progress) -> Iterator[Row]:
+    """Smaller batches first: they tell how much memory a sequence takes."""
+    for side in sides:
         peaks: dict[int, int] = {}
         for batch in sorted(args.batch, key=lambda size: (size == "max", size if size != "max" else 0)):
-            progress.start(f"{name}, batch {batch}")
+            progress.start(f"{side.name}, batch {batch}")
             if batch != "max":
                 result = measure.run(model, side, batch, args.prompt, args.new, args.seed)
                 if result.peak_bytes is not None:
@@ -189,19 +204,20 @@ def _row(args: argparse.Namespace, model: Any, env: Any, side: Side, batch: int,
         total_tokens_per_s=round(result.total_tokens_per_s, 2), peak_bytes=result.peak_bytes, kv_bytes=result.kv_bytes,
         dense_kv_bytes=batch * models.dense_kv_bytes(model, tokens), device=env.name, torch=env.torch,
         transformers=transformers.__version__, driver=env.driver, commit=env.commit, timestamp=env.timestamp,
-        command=_command(args, side, "max" if largest else str(batch)))
+        command=_command(args, side, "max" if largest else str(batch)), sdpa=side.sdpa)
 
 
 def _command(args: argparse.Namespace, side: Side, batch: str) -> str:
     model = ["--model", str(args.model)] if args.model is not None else ["--random-config", args.random_config]
     words = ["python", "-m", "profiling.generate", *model, "--prompt", args.prompt, "--new", args.new, "--batch", batch,
-             "--side", side.name]
+             "--side", side.name, "--sdpa", side.sdpa]
     if side.sparse:
         words += ["--sparsity", side.sparsity] if side.sparsity is not None else \
             ["--key-keep", side.key_keep, "--value-keep", side.value_keep]
         words += ["--window", side.window]
     words += ["--dtype", args.dtype, "--device", args.device.type, "--seed", args.seed]
-    return shlex.join(map(str, words))
+    allocator = os.environ[ALLOCATOR]
+    return ("" if allocator == EXPANDABLE else f"{ALLOCATOR}={shlex.quote(allocator)} ") + shlex.join(map(str, words))
 
 
 def _at_least_3(text: str) -> int:
@@ -209,6 +225,13 @@ def _at_least_3(text: str) -> int:
     if (value := positive_integer(text)) < 3:
         raise argparse.ArgumentTypeError(f"at least 3 new tokens are needed, got {value}")
     return value
+
+
+def _sdpa(text: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
+    if unknown := [name for name in names if name not in measure.SDPA]:
+        raise argparse.ArgumentTypeError(f"must be of {', '.join(measure.SDPA)}, got {unknown[0]!r}")
+    return names
 
 
 def _batches(text: str) -> list[int | str]:

@@ -21,15 +21,15 @@ class ReadmeError(RuntimeError):
     """The table cannot be written; the message says why."""
 
 
-def updated(text: str, block: str) -> str:
+def updated(text: str, block: str, begin: str = BEGIN, end: str = END) -> str:
     """The README with `block` between its markers.
 
     Raises:
         ReadmeError: a marker is missing, there twice or in the wrong order.
     """
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        raise ReadmeError(f"expected one line '{BEGIN}' and after it one '{END}'")
-    return text[:text.index(BEGIN) + len(BEGIN)] + "\n" + block + text[text.index(END):]
+    if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
+        raise ReadmeError(f"expected one line '{begin}' and after it one '{end}'")
+    return text[:text.index(begin) + len(begin)] + "\n" + block + text[text.index(end):]
 
 
 def figures_block(rows: Sequence[Row], link: str) -> str:

@@ -1,4 +1,4 @@
-"""Plots, tables and the README's figures from a sweep's rows: python -m profiling.report [FOLDER ...] [--help].
+"""Plots, tables and the README's figures from measured rows: python -m profiling.report [FOLDER ...] [--help].
 
 Exit status: 0 everything written that there are rows for, 1 the table or all plots left out, 2 wrong arguments or no
 rows.
@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from profiling import ROOT, plots, readme, rows
 from profiling.ceilings import ceilings
+from profiling.generation import readme as generation_readme
+from profiling.generation import rows as generation
 from profiling.rows import Row
 
 RESULTS = ROOT / "profiling" / "results"
+GENERATED = f"{generation.NAME}*.json"
 
 DESCRIPTION = """\
 For each folder of rows (profiling/results/DEVICE by default): plots in its folder plots/, as PNG and SVG, of every row
-in its *.json, the newest of each case; and the table of figures between the markers in the README, of the newest GPU
-rows."""
+in its *.json, the newest of each case; and the tables between the markers in the README, of the newest GPU rows: of
+figures, and of generation from generate*.json."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--plots goes with one folder")
     try:
         found = {folder: folder_rows(folder) for folder in folders}
+        generated = {folder: generation_rows(folder) for folder in folders}
     except ValueError as error:
         print(f"python -m profiling.report: error: {error}", file=sys.stderr)
         return 2
@@ -47,15 +51,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     problems = [] if args.no_plots else _plots(found, args.plots)
     if not args.no_readme:
-        problems += _readme(found, args.readme)
+        problems += _readme(found, args.readme) + _generation(generated, args.readme)
     print(*problems, sep="\n", end="\n" if problems else "", file=sys.stderr)
     return 1 if problems else 0
 
 
 def folder_rows(folder: Path) -> list[Row]:
     """The newest row of each case in a folder's JSON files; ValueError for a file without rows."""
-    paths = sorted(folder.glob("*.json"))
+    paths = sorted(set(folder.glob("*.json")) - set(folder.glob(GENERATED)))
     return rows.newest(row for path in paths for row in rows.read(path))
+
+
+def generation_rows(folder: Path) -> list[generation.Row]:
+    """The newest row of each case in what `python -m profiling.generate` wrote; ValueError for a file without rows."""
+    return generation.newest(row for path in sorted(folder.glob(GENERATED)) for row in generation.read(path))
 
 
 def _plots(found: dict[Path, list[Row]], target: Path | None) -> list[str]:
@@ -73,17 +82,40 @@ def _readme(found: dict[Path, list[Row]], path: Path) -> list[str]:
     on_gpu = {folder: its_rows for folder, its_rows in on_gpu.items() if its_rows}
     if not on_gpu:
         return [f"{path.name} left as it is: no rows of a GPU"]
-    folder = max(on_gpu, key=lambda name: max(row.timestamp for row in on_gpu[name]))
-    link = folder.absolute() / f"{rows.NAME}.md"
-    link = link.relative_to(ROOT) if link.is_relative_to(ROOT) else link
+    folder = _newest(on_gpu)
+    return _write(path, "figures", lambda text: readme.updated(
+        text, readme.figures_block(on_gpu[folder], _link(folder / f"{rows.NAME}.md"))))
+
+
+def _generation(found: dict[Path, list[generation.Row]], path: Path) -> list[str]:
+    on_gpu = {folder: [row for row in its_rows if row.peak_bytes is not None] for folder, its_rows in found.items()}
+    on_gpu = {folder: its_rows for folder, its_rows in on_gpu.items() if its_rows}
+    if not on_gpu:
+        return []
+    folder = _newest(on_gpu)
+    return _write(path, "generation", lambda text: readme.updated(
+        text, generation_readme.table_block(on_gpu[folder], _link(folder / f"{generation.NAME}.md")),
+        generation_readme.BEGIN, generation_readme.END))
+
+
+def _newest(found: Mapping[Path, Sequence[Row] | Sequence[generation.Row]]) -> Path:
+    return max(found, key=lambda name: max(row.timestamp for row in found[name]))
+
+
+def _link(path: Path) -> str:
+    path = path.absolute()
+    return (path.relative_to(ROOT) if path.is_relative_to(ROOT) else path).as_posix()
+
+
+def _write(path: Path, what: str, change: Callable[[str], str]) -> list[str]:
     try:
         before = path.read_text(encoding="utf-8")
-        after = readme.updated(before, readme.figures_block(on_gpu[folder], link.as_posix()))
+        after = change(before)
     except (OSError, readme.ReadmeError) as error:
         return [f"{path.name} left as it is: {error}"]
     if after != before:
         path.write_text(after, encoding="utf-8")
-    print(f"{path.name}: figures " + ("written" if after != before else "are those of the rows already"))
+    print(f"{path.name}: {what} " + ("written" if after != before else "are those of the rows already"))
     return []
 
 

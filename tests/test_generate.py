@@ -68,6 +68,33 @@ def test_a_row_is_measured_again_by_its_command(tmp_path):
     assert {key: again[key] for key in again.keys() - measured} == {key: first[key] for key in first.keys() - measured}
 
 
+def test_dense_sides_are_measured_with_each_backend_of_sdpa(tmp_path, monkeypatch):
+    enabled = []
+
+    def run(model, side, *others):
+        with measure._backends(side.sdpa):
+            enabled.append((side.name, torch.backends.cuda.cudnn_sdp_enabled()))
+        return measure.Result(1.0, 1.0, 1.0, 1.0, None, 1, "Cache")
+
+    monkeypatch.setattr(measure, "run", run)
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    options = ["--batch", "1", "--sdpa", "default,no-cudnn", "--name", "generate-both", "--out", str(tmp_path)]
+    assert generate.main([*SHORT, *options]) == 0
+    assert enabled == [("dense", before), ("dense", False), ("sparse", before)]
+    assert torch.backends.cuda.cudnn_sdp_enabled() == before
+    found = rows.read(tmp_path / "generate-both.json")
+    assert [row.sdpa for row in found] == ["default", "no-cudnn", "default"]
+    assert "--side dense --sdpa no-cudnn" in found[1].command
+    assert "sdpa without cuDNN" in (tmp_path / "generate-both.md").read_text()
+    assert len(rows.newest(found)) == 3
+
+
+def test_commands_name_another_allocator(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")
+    assert generate.main([*SHORT, "--batch", "1", "--side", "sparse", "--out", str(tmp_path)]) == 0
+    assert read(tmp_path)[0]["command"].startswith("PYTORCH_CUDA_ALLOC_CONF=backend:cudaMallocAsync python -m ")
+
+
 def test_a_local_folder(tmp_path):
     models.load(None, "tiny", torch.bfloat16, torch.device("cpu"), 0).save_pretrained(tmp_path / "model")
     assert (
@@ -128,6 +155,7 @@ def test_interrupted_runs_keep_their_rows(tmp_path, monkeypatch, capsys):
         (["--model", "/nowhere"], "no config.json there"),
         (["--model", "/nowhere", "--random-config", "tiny"], "not allowed with"),
         (["--random-config", "llama"], "invalid choice"),
+        (["--sdpa", "default,flash"], "must be of default, no-cudnn, got 'flash'"),
     ],
     ids=str,
 )
@@ -179,10 +207,10 @@ def test_ratios_are_to_the_dense_row_alike():
     dense8, dense_max = row(batch=8), row(batch=100, largest=True)
     sparse8, sparse_max = row(side="sparse", batch=8), row(side="sparse", batch=250, largest=True)
     every = [dense8, dense_max, sparse8, sparse_max]
-    assert rows.dense_beside(sparse8, every) is dense8
-    assert rows.dense_beside(sparse_max, every) is dense_max
-    assert rows.dense_beside(row(side="sparse", batch=100), every) is None
-    assert rows.dense_beside(row(side="sparse", batch=8, prompt=2), every) is None
+    assert rows.dense_beside(sparse8, every) == [dense8]
+    assert rows.dense_beside(sparse_max, every) == [dense_max]
+    assert rows.dense_beside(row(side="sparse", batch=100), every) == []
+    assert rows.dense_beside(row(side="sparse", batch=8, prompt=2), every) == []
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -9,6 +9,8 @@ import pytest
 
 import profiling
 from profiling import ceilings, plots, readme, report, rows
+from profiling.generation import readme as generation_readme
+from profiling.generation import rows as generation
 from profiling.cases import Shape
 from profiling.rows import Row
 
@@ -31,6 +33,56 @@ def moved(row: Row, **changes) -> Row:
 def test_the_readme_has_the_figures_of_the_committed_rows():
     found = report.folder_rows(RESULTS / "nvidia-h200")
     assert readme.updated(README, readme.figures_block(found, "profiling/results/nvidia-h200/sweep.md")) == README
+
+
+def test_the_readme_has_the_generation_of_the_committed_rows():
+    found = report.generation_rows(RESULTS / "nvidia-h200")
+    block = generation_readme.table_block(found, "profiling/results/nvidia-h200/generate.md")
+    assert readme.updated(README, block, generation_readme.BEGIN, generation_readme.END) == README
+
+
+def generated(side: str, batch: int, **changes) -> generation.Row:
+    sparse = {"key_keep": 38, "value_keep": 40, "window": 32} if side == "sparse" else {}
+    values = {field.name: 1 for field in dataclasses.fields(generation.Row)} | dict.fromkeys(
+        ("key_keep", "value_keep", "window")) | {
+        "model": "tiny", "side": side, "cache": side.title(), "batch": batch, "largest": False, "dtype": "bfloat16",
+        "device": "NVIDIA X", "timestamp": "1", "command": "python", "head_dim": 128, "sdpa": "default", "torch": "2",
+        "kv_bytes": 2**30, "dense_kv_bytes": 2**31, "peak_bytes": 2**32, "transformers": "5", "driver": "", "commit": "",
+        } | sparse
+    return generation.Row(**values | changes)
+
+
+def test_generation_is_compared_with_the_best_dense_row():
+    dense = generated("dense", 8, tokens_per_s=10.0, ttft_ms=5.0)
+    better = generated("dense", 8, tokens_per_s=16.0, ttft_ms=8.0, sdpa="no-cudnn")
+    largest = generated("dense", 90, tokens_per_s=40.0, largest=True)
+    found = [generated("sparse", 8, tokens_per_s=20.0, ttft_ms=10.0), dense, better, largest,
+             generated("sparse", 200, tokens_per_s=100.0, largest=True),
+             generated("sparse", 1, tokens_per_s=3.0),  # beside nothing
+             generated("dense", 8, prompt=2), generated("sparse", 8, key_keep=64)]
+    lines = generation_readme.table_block(found, "x.md").splitlines()
+    start = lines.index("| --- | --- | --- | --- | --- | --- | --- | --- |") + 1
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[start:]]
+    assert [(cells[0], cells[1]) for cells in table] == [
+        ("1", "Sparse"), ("8", "Sparse"), ("8", "Dense"), ("8", "Dense, sdpa without cuDNN"), ("90 (largest)", "Dense"),
+        ("200 (largest)", "Sparse")]
+    assert table[0][4] == "3" and table[1][2:6] == ["10 (2.00x)", "1.0", "20 (1.25x)", "1.00"]
+    assert table[5][4] == "100 (2.50x)" and table[1][6:] == ["0.500", "4.0"]
+    assert "38 of 128 channels of keys and 40 of values" in " ".join(lines) and "](x.md)" in " ".join(lines)
+    with pytest.raises(readme.ReadmeError, match="no sparse row beside a dense one"):
+        generation_readme.table_block([dense], "x")
+
+
+def test_the_newest_generation_of_a_case_counts(tmp_path):
+    first = [generated("dense", 125, largest=True), generated("sparse", 8)]
+    generation.write(first, tmp_path)
+    again = [generated("dense", 120, largest=True, timestamp="2"), generated("sparse", 8, timestamp="0")]
+    generation.write(again, tmp_path, "generate-again")
+    assert report.generation_rows(tmp_path) == [again[0], first[1]]
+    assert report.folder_rows(tmp_path) == []
+    (tmp_path / "generate.json").write_text('[{"model": "x"}]')
+    with pytest.raises(ValueError, match="row 0: lacks parameters"):
+        report.generation_rows(tmp_path)
 
 
 def test_only_the_block_between_the_markers_changes():
@@ -74,7 +126,8 @@ def test_the_newest_row_of_a_case_counts(tmp_path, h200):
 
 
 def test_report_writes_the_readme(tmp_path, capsys, h200):
-    text = README.replace("1.75x", "9.99x")
+    text = README.replace("1.57x", "9.99x").replace("DynamicCache |", "NoCache |")
+    assert text.count("9.99x") and text.count("NoCache")
     (tmp_path / "README.md").write_text(text)
     arguments = ["--no-plots", "--readme", str(tmp_path / "README.md"), str(RESULTS / "nvidia-h200")]
     assert report.main(arguments) == 0
@@ -87,7 +140,7 @@ def test_what_report_leaves_out(tmp_path, capsys, monkeypatch):
     (tmp_path / "README.md").write_text("no markers")
     arguments = ["--readme", str(tmp_path / "README.md"), "--no-plots"]
     assert report.main([*arguments, str(RESULTS / "nvidia-h200")]) == 1
-    assert "left as it is: expected one line" in capsys.readouterr().err
+    assert capsys.readouterr().err.count("left as it is: expected one line") == 2
     assert report.main([*arguments, str(RESULTS / "cpu-amd-epyc")]) == 1
     assert "no rows of a GPU" in capsys.readouterr().err
     assert report.main([str(tmp_path)]) == 2

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import statistics
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 from profiling.generation import graphs
 
 SIDES = ("dense", "sparse", "static-graph", "sparse-graph")
+SDPA = ("default", "no-cudnn")
 WARM_UP_PROMPT, WARM_UP_TOKENS = 256, 6
 FILL = 0.97    # share of the device's memory that a largest batch may be expected to take
 BACK_OFF = 0.95  # of a batch that turned out not to fit
@@ -28,6 +31,7 @@ class Side:
     key_keep: int | None = None
     value_keep: int | None = None
     window: int = 32
+    sdpa: str = "default"  # of SDPA: torch's own choice of a backend, or that without cuDNN
 
     @property
     def sparse(self) -> bool:
@@ -40,11 +44,12 @@ class Side:
     def generate(self, model: Any, ids: torch.Tensor, new_tokens: int, clock: Any) -> Any:
         """Generates greedily; returns the cache. The clock's `put` gets the prompts, then every step's tokens."""
         cache = self._cache(model, ids.shape[1] + new_tokens)
-        if self.graph:
-            graphs.generate(model, cache, ids, new_tokens, clock)
-        else:
-            model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, streamer=clock,
-                           past_key_values=cache)
+        with _backends(self.sdpa):
+            if self.graph:
+                graphs.generate(model, cache, ids, new_tokens, clock)
+            else:
+                model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, streamer=clock,
+                               past_key_values=cache)
         return cache
 
     def _cache(self, model: Any, capacity: int) -> Any:
@@ -58,6 +63,18 @@ class Side:
         if self.graph:
             return StaticCache(config=model.config, max_cache_len=capacity)
         return DynamicCache(config=model.config)
+
+
+@contextmanager
+def _backends(sdpa: str) -> Iterator[None]:
+    """Where torch prefers cuDNN (compute capability 9.0 and 10.0, from torch 2.10 or so on), that makes an execution plan
+    for every length of the keys it has not met: for a dense cache once a step, tens of milliseconds on the host."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(before and sdpa != "no-cudnn")
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 @dataclass(frozen=True)

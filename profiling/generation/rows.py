@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable, Sequence
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 
 from profiling.tables import markdown_table
@@ -44,6 +44,14 @@ class Row:
     commit: str
     timestamp: str
     command: str                    # measures this row again
+    # Since the second version of the files; older rows have these defaults.
+    sdpa: str = "default"           # of measure.SDPA
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What was measured; a largest batch is the same case, however many it is."""
+        return (self.model, self.side, self.sdpa, self.key_keep, self.value_keep, self.window, self.prompt,
+                self.new_tokens, self.dtype, self.device, self.largest, None if self.largest else self.batch)
 
 
 FIELDS = tuple(field.name for field in fields(Row))
@@ -51,30 +59,64 @@ HEADER = ("model", "prompt + new", "batch", "cache", "kept K, V", "first token, 
           "to dense", "with prompts", "to dense", "KV, GiB", "of dense", "peak, GiB")
 
 
-def dense_beside(row: Row, rows: Sequence[Row]) -> Row | None:
-    """The dense row at the same batch, or, for the largest batch, at dense's own largest; of graphs the static cache's.
+def dense_beside(row: Row, rows: Sequence[Row]) -> list[Row]:
+    """The dense rows at the same batch, or, for the largest batch, at dense's own largest; of graphs the static cache's.
     """
     wanted = "static-graph" if row.side.endswith("-graph") else "dense"
-    for other in rows:
-        same = (other.model, other.prompt, other.new_tokens, other.dtype, other.device, other.largest) == \
-               (row.model, row.prompt, row.new_tokens, row.dtype, row.device, row.largest)
-        if other.side == wanted and same and (row.largest or other.batch == row.batch):
-            return other
-    return None
+    return [
+        other for other in rows
+        if other.side == wanted and (row.largest or other.batch == row.batch)
+        and (other.model, other.prompt, other.new_tokens, other.dtype, other.device, other.largest) ==
+        (row.model, row.prompt, row.new_tokens, row.dtype, row.device, row.largest)
+    ]
+
+
+def ratio(row: Row, rows: Sequence[Row], field: str) -> str:
+    """A sparse row's to the best of the dense rows beside it; "" if there are none."""
+    best = min if field.endswith("_ms") else max
+    found = [getattr(other, field) for other in dense_beside(row, rows)] if row.side.startswith("sparse") else []
+    return f"{getattr(row, field) / best(found):.2f}" if found else ""
+
+
+def cache_name(row: Row) -> str:
+    """For tables."""
+    return row.cache + ", graph" * row.side.endswith("-graph") + ", sdpa without cuDNN" * (row.sdpa == "no-cudnn")
+
+
+def kv_of_dense(row: Row) -> str:
+    return f"{row.kv_bytes / row.dense_kv_bytes:.3f}"
+
+
+def newest(rows: Iterable[Row]) -> list[Row]:
+    """The newest row of each case, in the order of the cases' first rows."""
+    found: dict[tuple[object, ...], Row] = {}
+    for row in rows:
+        if row.key not in found or row.timestamp >= found[row.key].timestamp:
+            found[row.key] = row
+    return list(found.values())
+
+
+def read(path: Path) -> list[Row]:
+    """The rows of a JSON file, of this version or an older one; ValueError says what is wrong with it."""
+    try:
+        objects = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from None
+    if not isinstance(objects, list) or not all(isinstance(values, dict) for values in objects):
+        raise ValueError(f"{path}: expected a list of rows")
+    needed = [field.name for field in fields(Row) if field.default is MISSING]
+    for i, values in enumerate(objects):
+        if missing := [name for name in needed if name not in values]:
+            raise ValueError(f"{path}: row {i}: lacks {', '.join(missing)}")
+    return [Row(**{name: value for name, value in values.items() if name in FIELDS}) for values in objects]
 
 
 def _cells(row: Row, rows: Sequence[Row]) -> tuple[str, ...]:
-    dense = dense_beside(row, rows)
-
-    def ratio(field: str) -> str:
-        return "" if dense is None or dense is row else f"{getattr(row, field) / getattr(dense, field):.2f}"
-
     kept = "" if row.key_keep is None else f"{row.key_keep}, {row.value_keep} of {row.head_dim}"
-    cache = row.cache + (", graph" if row.side.endswith("-graph") else "")
     return (row.model, f"{row.prompt} + {row.new_tokens}", f"{row.batch}" + (" (largest)" if row.largest else ""),
-            cache, kept, f"{row.ttft_ms:.1f}", ratio("ttft_ms"), f"{row.step_ms:.2f}", f"{row.tokens_per_s:.1f}",
-            ratio("tokens_per_s"), f"{row.total_tokens_per_s:.1f}", ratio("total_tokens_per_s"),
-            f"{row.kv_bytes / 2**30:.4g}", f"{row.kv_bytes / row.dense_kv_bytes:.3f}",
+            cache_name(row), kept, f"{row.ttft_ms:.1f}", ratio(row, rows, "ttft_ms"), f"{row.step_ms:.2f}",
+            f"{row.tokens_per_s:.1f}", ratio(row, rows, "tokens_per_s"), f"{row.total_tokens_per_s:.1f}",
+            ratio(row, rows, "total_tokens_per_s"), f"{row.kv_bytes / 2**30:.4g}", kv_of_dense(row),
             "" if row.peak_bytes is None else f"{row.peak_bytes / 2**30:.2f}")
 
 
@@ -86,8 +128,10 @@ def markdown(rows: Sequence[Row]) -> str:
              "Greedy generation by `model.generate` with sdpa attention, random prompts without padding; one run a row "
              "after a short one. tokens/s: all sequences, after the first token. Largest: the largest batch that was "
              "found to fit.",
-             "To dense: against the dense cache at the same batch, the largest against dense's own largest. Graph: the "
-             "steps are replays of one CUDA graph, captured after the second token, beside a StaticCache likewise.", ""]
+             "To dense: against the dense cache at the same batch, the largest against dense's own largest, of several "
+             "dense rows the best one. Graph: the steps are replays of one CUDA graph, captured after the second token, "
+             "beside a StaticCache likewise. Sdpa without cuDNN: torch may prefer cuDNN, which makes a plan for every new "
+             "length of the keys.", ""]
     lines += markdown_table(HEADER, [_cells(row, rows) for row in rows])
     lines += ["", "Commands:", "", "```", *dict.fromkeys(row.command for row in rows), "```"]
     return "\n".join(lines) + "\n"
@@ -101,7 +145,7 @@ def terminal(rows: Sequence[Row]) -> str:
 
 def one_line(row: Row) -> str:
     """For the progress of a run."""
-    return (f"{row.cache}, batch {row.batch}: first token {row.ttft_ms:.0f} ms, {row.tokens_per_s:.1f} tokens/s, "
+    return (f"{cache_name(row)}, batch {row.batch}: first token {row.ttft_ms:.0f} ms, {row.tokens_per_s:.1f} tokens/s, "
             f"KV {row.kv_bytes / 2**30:.4g} GiB")
 
 
