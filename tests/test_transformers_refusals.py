@@ -36,6 +36,12 @@ def model(dtype=torch.bfloat16, **changes):
     return transformers.LlamaForCausalLM(config(**changes)).eval().to(dtype)
 
 
+def asking_for_a_static_cache():
+    found = model()
+    found.generation_config.cache_implementation = "static"
+    return found
+
+
 @pytest.mark.parametrize(
     "make, message",
     [
@@ -60,6 +66,7 @@ def model(dtype=torch.bfloat16, **changes):
         (lambda: config(attn_implementation="eager"), "'sdpa' attention, the model has 'eager'"),
         (lambda: config(attn_implementation="flash_attention_2"), "the model has 'flash_attention_2'"),
         (lambda: model(torch.float32), "computes in float32"),
+        (lambda: asking_for_a_static_cache(), "cache_implementation='static', which generate"),
         (
             lambda: transformers.BloomForCausalLM(
                 transformers.BloomConfig(vocab_size=17, hidden_size=32, n_layer=1, n_head=2)
@@ -81,6 +88,7 @@ def model(dtype=torch.bfloat16, **changes):
         "eager",
         "flash",
         "float32 model",
+        "static",
         "bloom",
     ],
 )
@@ -100,6 +108,8 @@ def test_models_that_are_not_served(make, message):
         ({"keep": None, "key_keep": 0, "value_keep": 3}, ValueError, "key_keep"),
         ({"dtype": torch.float32}, TypeError, "dtype must be float16 or bfloat16, got float32"),
         ({"backend": "gpu"}, ValueError, "backend"),
+        ({"backend": 1}, TypeError, "backend must be a str"),
+        ({"dtype": torch.float16}, ValueError, "asked to store float16, the model computes in bfloat16"),
     ],
     ids=str,
 )
@@ -119,6 +129,22 @@ def test_models_on_other_devices():
     elsewhere = types.SimpleNamespace(_supports_attention_backend=True, parameters=lambda: parameters)
     with pytest.raises(ValueError, match="cpu and cuda devices, SimpleNamespace is on mps, xpu"):
         _support.check_model(elsewhere)
+
+
+def test_a_backend_that_the_model_s_device_does_not_have():
+    with pytest.raises(RuntimeError, match="backend 'sm80' takes tensors on a cuda device, these are on cpu"):
+        SparseKVCache(model(), keep=4, backend="sm80")
+    SparseKVCache(model(), keep=4, backend="reference")
+
+
+def test_a_device_without_kernels(monkeypatch):
+    def none(device):
+        raise RuntimeError(f"there are no kernels for {device}: extension built without CUDA")
+
+    monkeypatch.setattr(_support, "compression_kernels", none)
+    with pytest.raises(RuntimeError, match="there are no kernels for cpu"):
+        SparseKVCache(model(), keep=4)
+    SparseKVCache(model().to("meta"), keep=4)  # offloaded
 
 
 def test_a_refused_cache_leaves_the_model_alone():

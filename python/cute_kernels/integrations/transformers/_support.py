@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from cute_kernels import _checks, _tile_rules
-from cute_kernels._backends import BACKENDS
+from cute_kernels._backends import check_name, compression_kernels, resolve
 from cute_kernels._extension import _C
 
 OLDEST, NEWEST = (5, 0), (5, 17)  # both ends are tested
@@ -64,6 +64,21 @@ def check_model(model: Any) -> None:
         raise ValueError(
             f"SparseKVCache serves models on cpu and cuda devices, {type(model).__name__} is on {', '.join(others)}"
         )
+    generation = getattr(model, "generation_config", None)
+    implementation = getattr(generation, "cache_implementation", None)
+    if implementation is not None:
+        raise ValueError(
+            f"the model's generation_config asks for a cache of its own, cache_implementation={implementation!r}, which "
+            "generate() does not take beside a SparseKVCache: set it to None"
+        )
+
+
+def check_devices(model: Any, backend: str) -> None:
+    """Raises RuntimeError for a device of the model's that has no kernels, or that the backend does not serve."""
+    for device in {parameter.device for parameter in model.parameters()}:
+        if device.type != "meta":  # offloaded: where it runs shows with the first tokens
+            compression_kernels(device)
+            resolve(backend, device)
 
 
 def check_layers(config: Any) -> int:
@@ -158,10 +173,7 @@ def check_options(window: Any, capacity: Any, backend: Any) -> None:
         raise ValueError(f"window must be at least 0, got {window}")
     if capacity is not None and _checks.integer(capacity, "capacity") < 1:
         raise ValueError(f"capacity must be at least 1, got {capacity}")
-    if not isinstance(backend, str):
-        raise TypeError(f"backend must be a str, got {type(backend).__name__}")
-    if backend not in ("auto", *BACKENDS):
-        raise ValueError(f"backend must be one of {', '.join(map(repr, ('auto', *BACKENDS)))}, got {backend!r}")
+    check_name(backend)
 
 
 def cache_dtype(dtype: Any, model_dtype: torch.dtype | None) -> torch.dtype | None:
@@ -172,7 +184,7 @@ def cache_dtype(dtype: Any, model_dtype: torch.dtype | None) -> torch.dtype | No
         return None
     if dtype not in _checks.CACHE_DTYPES:
         raise TypeError(f"dtype must be float16 or bfloat16, got {_checks.dtype_name(dtype)}")
-    return dtype
+    return dtype if model_dtype is None else storage_dtype(dtype, model_dtype)
 
 
 def storage_dtype(dtype: torch.dtype | None, found: torch.dtype) -> torch.dtype:

@@ -34,7 +34,7 @@ class SparseKVCache(Cache):
     prompt lookup work as with Transformers' DynamicCache. A prompt on a cache that is not empty attends to the pruned
     tokens.
 
-    config: the model's own config, `model.config`, or the model. Its attention implementation, which must be "sdpa",
+    config: the model's own config, `model.config`, or the model, whose devices are checked then too. Its attention implementation, which must be "sdpa",
         is switched to "sparse_kv"; for all other caches, and without one, that is the same as "sdpa".
     sparsity, keep, key_keep, value_keep: as `cute_kernels.prune` and `KVCache` take them: the share of each token's
         channels to drop, or the number to keep, alike for keys and values or apart. With keep = head_dim nothing is
@@ -50,9 +50,10 @@ class SparseKVCache(Cache):
     backend: of `KVCache.attend`.
 
     Raises TypeError and ValueError here for options that do not fit, and for what the config tells: layers with a sliding window or another kind of
-    attention, logit soft-capping, keys and values shared between layers, encoder-decoder models, a float32 model, an
-    attention implementation other than "sdpa". What only the tensors tell, such as the dtype of a model that was cast,
-    is checked with the first tokens.
+    attention, logit soft-capping, keys and values shared between layers, encoder-decoder models, a float32 model, another
+    16-bit dtype than the model's, an attention implementation other than "sdpa". For a model also a generation_config
+    that asks for another cache, such as a static one, and RuntimeError for a device without kernels. What only the
+    tensors tell, such as the dtype of a model that was cast, is checked with the first tokens.
 
     The method is that of Mustafar (arXiv 2505.22913): per-token magnitude pruning of keys and values.
     """
@@ -79,6 +80,8 @@ class SparseKVCache(Cache):
         head_dim = _support.check_attention(decoder)
         model_dtype = config.dtype if isinstance(config, PreTrainedModel) else decoder.dtype
         _support.check_options(window, capacity, backend)
+        if isinstance(config, PreTrainedModel):
+            _support.check_devices(config, backend)
         amounts = {"sparsity": sparsity, "keep": keep, "key_keep": key_keep, "value_keep": value_keep}
         every = _support.layer_options(head_dim, layers, amounts, key_rule, value_rule)
         stored = _support.cache_dtype(dtype, model_dtype)
