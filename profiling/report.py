@@ -93,7 +93,7 @@ def _generation(found: dict[Path, list[generation.Row]], path: Path) -> list[str
     if not on_gpu:
         return []
     folder = _newest(on_gpu)
-    return _write(path, "generation", lambda text: readme.updated(
+    return _write(path, "figures of generation", lambda text: readme.updated(
         text, generation_readme.table_block(on_gpu[folder], _link(folder / f"{generation.NAME}.md")),
         generation_readme.BEGIN, generation_readme.END))
 

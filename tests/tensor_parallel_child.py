@@ -51,7 +51,8 @@ def main() -> None:
     dense = DynamicCache(config=model.config)
     expected, got = (logits(model, each, ids, mask, inputs["prompt"]) for each in (dense, cache))
     pruned = SparseKVCache(model, sparsity=0.5, **options)
-    answer = model.generate(ids, attention_mask=mask, past_key_values=pruned, num_beams=2, max_new_tokens=5, do_sample=False)
+    options = {"num_beams": 2, "max_new_tokens": 5, "do_sample": False}
+    answer = model.generate(ids, attention_mask=mask, past_key_values=pruned, **options)
     if os.environ["RANK"] == "0":
         print(json.dumps({
             "error": float((got - expected).norm() / expected.norm()), "device": model.device.type,

@@ -1,15 +1,18 @@
-"""The evaluation's parts: scores by hand, settings, pruned caches against the rules' definition."""
+"""The evaluation: scores by hand, pruned caches against the rules' definition, and answers of tiny random models."""
 
 from __future__ import annotations
+
+import sys
+import types
 
 import oracle
 import pytest
 import torch
+from tiny_eval_model import folder, model  # noqa: F401  # fixtures
 
 import cute_kernels as ck
-from cute_kernels.eval import command, metrics
+from cute_kernels.eval import command, metrics, models
 from cute_kernels.eval.settings import DENSE, Setting, grid, kept_elements
-
 
 # ---- Scores ----------------------------------------------------------------------------------------------------------
 
@@ -188,3 +191,100 @@ def test_sliding_windows_are_refused(pruned_cache):
 
     with pytest.raises(ValueError, match="layer 0 of this mistral model keeps a DynamicSlidingWindowLayer"):
         pruned_cache.make(MistralConfig(num_hidden_layers=2, sliding_window=8), DENSE)
+
+
+# ---- Models ----------------------------------------------------------------------------------------------------------
+
+
+def test_likelihood_of_the_dense_cache(model, rng):
+    from cute_kernels.eval.decoding import correct, negative_log_likelihood
+
+    ids = torch.randint(3, 90, (40,))
+    with torch.inference_mode():
+        ids[20:30] = model(ids[None]).logits[0, 19:29].argmax(-1)  # some that are right, or were before the others
+        logits = model(ids[None]).logits[0, :-1].double()
+    expected = float(torch.nn.functional.cross_entropy(logits[9:], ids[10:], reduction="sum"))
+    for chunk in (1, 7, 64):
+        got = negative_log_likelihood(model, models.cache_maker(model, DENSE), ids, 10, chunk)
+        assert got == pytest.approx(expected, rel=1e-5)
+        right = correct(model, models.cache_maker(model, DENSE), ids[None].expand(2, -1), 10, chunk)
+        assert torch.equal(right, (logits.argmax(-1)[9:] == ids[10:]).expand(2, -1))
+
+
+def test_answers_come_from_the_pruned_cache(model, rng):
+    """Against a cache of Transformers' own, pruned between the calls."""
+    from transformers import DynamicCache
+
+    from cute_kernels.eval.decoding import answer
+
+    setting = grid(["magnitude"], ["both"], [0.8], window=4)[1]
+    context, question = torch.randint(3, 90, (3, 30)), torch.randint(3, 90, (3, 6))
+    got = answer(model, models.cache_maker(model, setting), context, question, 5)
+    cache, pruned, said = DynamicCache(config=model.config), 0, []
+    with torch.inference_mode():
+        for ids in (context, question, None, None, None, None):
+            logits = model(said[-1] if ids is None else ids, past_key_values=cache).logits
+            if ids is not context:
+                said.append(logits[:, -1].argmax(-1, keepdim=True))
+            end = cache.get_seq_length() - 4
+            for layer in cache.layers:
+                for x in (layer.keys, layer.values):
+                    old = x[:, :, pruned:end]
+                    old.scatter_(-1, old.abs().argsort(-1)[..., : 16 - kept_elements(16, 0.8)], 0)
+            pruned = end
+    assert torch.equal(got, torch.cat(said, dim=1))
+    dense = answer(model, models.cache_maker(model, DENSE), context, question, 5)
+    assert not torch.equal(got, dense)
+
+
+@pytest.mark.parametrize("name", ["output-aware", "think", "random", "magnitude"])
+def test_generation_without_pruned_tokens_is_the_models_own(folder, name, rng):
+    from cute_kernels.eval.decoding import generate
+
+    model = models.load_model(folder, torch.device("cpu"))
+    prompt = torch.randint(3, 90, (40,))
+    expected = model.generate(prompt[None], attention_mask=torch.ones(1, 40), max_new_tokens=12, do_sample=False)[
+        0, 40:
+    ]
+    for setting in (DENSE, grid([name], ["both"], [0.5], window=64)[1]):
+        models.prepare(model, [setting], "pruned")
+        got = generate(model, models.cache_maker(model, setting), prompt, 12, [1])
+        assert got.tolist() == expected.tolist()
+    pruning = grid([name], ["both"], [0.9], window=1)[1]
+    assert generate(model, models.cache_maker(model, pruning), prompt, 12, [1]).tolist() != expected.tolist()
+
+
+def test_the_sparse_cache_is_asked_for(model, monkeypatch):
+    made = []
+
+    class SparseKVCache:
+        def __init__(self, config, **options):
+            made.append(options)
+
+    module = types.SimpleNamespace(SparseKVCache=SparseKVCache)
+    monkeypatch.setitem(sys.modules, "cute_kernels.integrations", types.ModuleType("cute_kernels.integrations"))
+    monkeypatch.setitem(sys.modules, "cute_kernels.integrations.transformers", module)
+    models.prepare(model, grid(["magnitude"], ["keys", "both"], [0.5], window=8, granularity=64), "sparse")
+    made_of = {"window": 8, "key_keep": 8, "key_rule": "magnitude"}
+    assert made == [made_of | {"value_keep": 16}, made_of | {"value_keep": 8, "value_rule": "magnitude"}]
+    monkeypatch.setitem(sys.modules, "cute_kernels.integrations.transformers", None)
+    with pytest.raises(models.Missing, match=r"needs cute_kernels\.integrations\.transformers"):
+        models.prepare(model, [grid(["magnitude"], ["both"], [0.5], granularity=64)[1]], "sparse")
+
+
+def test_the_sparse_cache_prunes_like_the_pruned_one(folder, rng):
+    """Rules that prune tile by tile: the same logits of tokens that come one by one, but for rounding to 16 bits."""
+    model = models.load_model(folder, torch.device("cpu")).bfloat16()
+    ids = torch.randint(3, 90, (1, 150))
+    for setting in grid(["magnitude", "channel-magnitude"], ["both"], [0.6], window=8, granularity=64)[1:]:
+        models.prepare(model, [setting], "sparse")
+        found = []
+        for cache in ("pruned", "sparse"):
+            made = models.cache_maker(model, setting, cache)()
+            with torch.inference_mode():
+                logits = [model(ids[:, :140], past_key_values=made).logits[:, -1]]
+                logits += [model(ids[:, i : i + 1], past_key_values=made).logits[:, -1] for i in range(140, 150)]
+            found.append(torch.cat(logits).float())
+        assert (found[0] - found[1]).norm() < 0.05 * found[0].norm(), setting.name
+    with pytest.raises(ValueError, match="prunes tile by tile, which rule 'think' does not"):
+        models.prepare(model, grid(["think"], ["keys"], [0.5], granularity=64), "sparse")

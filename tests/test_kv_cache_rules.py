@@ -10,7 +10,7 @@ from test_rules import expected
 
 import cute_kernels as ck
 from cute_kernels import rules
-from tests.oracle import lognormal_channels, prune, same_bits
+from tests.oracle import gaussian, lognormal_channels, prune, same_bits
 
 TILE, HEAD_DIM = 64, 64
 
@@ -64,8 +64,12 @@ def check(cache: ck.KVCache, row: int, given: tuple[torch.Tensor, torch.Tensor],
         assert same_bits(got.cpu(), torch.cat([*tiles, tokens[:, end:]], dim=1))
 
 
-@pytest.mark.parametrize("names", [("channel 32", "channel 32"), ("magnitude", "channel 16"), ("channel 64", "magnitude"),
-                                   ("own", "own"), ("magnitude", "own")], ids=" ".join)
+@pytest.mark.parametrize(
+    "names",
+    [("channel 32", "channel 32"), ("magnitude", "channel 16"), ("channel 64", "magnitude"), ("own", "own"),
+     ("magnitude", "own")],
+    ids=" ".join,
+)
 @pytest.mark.parametrize("page_tokens", [64, 192])
 def test_tiles_are_pruned_by_the_rule_in_any_portions(device, names, page_tokens, rng):
     cache = make(device, page_tokens=page_tokens, sparsity=None, key_keep=19, value_keep=rng.randrange(12, 30),
@@ -144,8 +148,8 @@ def test_memory_falls_with_every_rule_but_those_that_promise_nothing():
 def test_slots_have_room_for_groups_of_channels(kind, rng):
     cache = make(head_dim=128, keep=38, sparsity=None, capacity=40000, max_batch=1, key_rule="channel-magnitude",
                  value_rule="channel-magnitude")
-    k, v = (lognormal_channels(1, 2, 512 * TILE, 128) if kind == "lognormal" else torch.randn(1, 2, 512 * TILE, 128).half()
-            for _ in range(2))
+    make_one = {"gaussian": gaussian, "lognormal": lognormal_channels}[kind]
+    k, v = (make_one(1, 2, 512 * TILE, 128) for _ in range(2))
     cache.prefill(k, v)
     statistics = cache.statistics()
     assert statistics["key_tiles_trimmed"] + statistics["value_tiles_trimmed"] < 3, statistics

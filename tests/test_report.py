@@ -47,8 +47,8 @@ def generated(side: str, batch: int, **changes) -> generation.Row:
         ("key_keep", "value_keep", "window")) | {
         "model": "tiny", "side": side, "cache": side.title(), "batch": batch, "largest": False, "dtype": "bfloat16",
         "device": "NVIDIA X", "timestamp": "1", "command": "python", "head_dim": 128, "sdpa": "default", "torch": "2",
-        "kv_bytes": 2**30, "dense_kv_bytes": 2**31, "peak_bytes": 2**32, "transformers": "5", "driver": "", "commit": "",
-        } | sparse
+        "kv_bytes": 2**30, "dense_kv_bytes": 2**31, "peak_bytes": 2**32, "transformers": "5", "driver": "",
+        "commit": ""} | sparse
     return generation.Row(**values | changes)
 
 

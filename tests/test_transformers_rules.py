@@ -72,7 +72,7 @@ def test_amounts_layer_by_layer(options, kept):
         ({"sparsity": 0.5, "keep": {1: 4}}, ValueError, r"say the same thing.*\(layer 1\)"),
         ({"keep": 4, "key_rule": "think"}, ValueError, "key_rule 'think' weighs by queries"),
         ({"keep": 4, "value_rule": "thinv"}, ValueError, "value_rule 'thinv' chooses channels for all tokens"),
-        ({"keep": 4, "value_rule": rules.OutputAware(attention=torch.ones(1, 2, 9))}, ValueError, "'output-aware' weighs"),
+        ({"keep": 4, "value_rule": rules.OutputAware(torch.ones(1, 2, 9, 16))}, ValueError, "'output-aware' weighs"),
         ({"keep": 4, "key_rule": "smallest"}, ValueError, "key_rule must be one of 'magnitude'"),
         ({"keep": 4, "key_rule": rules.ChannelMagnitude(24)}, ValueError, "a group that divides the 64 tokens"),
     ],
@@ -129,7 +129,8 @@ def test_generation_with_rules_and_amounts_of_every_kind(options, rng):
     mask[1, : rng.randrange(100)] = 0
     cache = SparseKVCache(model, sparsity=[0.0, 0.5, 0.75], window=WINDOW, key_rule="random",
                           value_rule="channel-magnitude")
-    answer = model.generate(input_ids=ids * mask, attention_mask=mask, past_key_values=cache, max_new_tokens=80, **options)
+    inputs = {"input_ids": ids * mask, "attention_mask": mask, "max_new_tokens": 80}
+    answer = model.generate(**inputs, past_key_values=cache, **options)
     assert answer.shape[1] == 230 and cache.get_seq_length() == 229
     assert [layer.kv.key_keep for layer in cache.layers] == [16, 8, 4]
 

@@ -67,8 +67,8 @@ class Side:
 
 @contextmanager
 def _backends(sdpa: str) -> Iterator[None]:
-    """Where torch prefers cuDNN (compute capability 9.0 and 10.0, from torch 2.10 or so on), that makes an execution plan
-    for every length of the keys it has not met: for a dense cache once a step, tens of milliseconds on the host."""
+    """Where torch prefers cuDNN, on some GPUs from some version on, that makes an execution plan for every length of the
+    keys it has not met: for a dense cache once a step, tens of milliseconds on the host."""
     before = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(before and sdpa != "no-cudnn")
     try:

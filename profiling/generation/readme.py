@@ -14,7 +14,7 @@ HEADER = ("batch", "cache", "first token, ms", "step, ms", "tokens/s", "KV, GiB"
 
 
 def table_block(rows: Sequence[Row], link: str) -> str:
-    """The sentence and the table of one GPU's rows: of the model and lengths of the newest sparse row; link: to all rows.
+    """The sentence and the table of one GPU's rows, of the model and lengths of the newest sparse row; link: to all.
 
     Raises:
         ReadmeError: there is no sparse row beside dense ones.
@@ -31,8 +31,8 @@ def table_block(rows: Sequence[Row], link: str) -> str:
     alike.sort(key=lambda row: (row.side.endswith("-graph"), row.largest, row.batch * (not row.largest)))
     sentence = (
         f"On one {quoted.device.removeprefix('NVIDIA ')}, {quoted.model}, {quoted.dtype}, prompts of {quoted.prompt} "
-        f"tokens and {quoted.new_tokens} new ones,\ngreedily, with {quoted.key_keep} of {quoted.head_dim} channels of keys "
-        f"and {quoted.value_keep} of values kept, window {quoted.window}, torch {quoted.torch}, Transformers\n"
+        f"tokens and {quoted.new_tokens} new ones,\ngreedily, with {quoted.key_keep} of {quoted.head_dim} channels of "
+        f"keys and {quoted.value_keep} of values kept, window {quoted.window}, torch {quoted.torch}, Transformers\n"
         f"{quoted.transformers}; x: to the best dense cache at this batch, the largest to dense's largest "
         f"([all columns, commands]({link})):")
     return "\n".join([sentence, "", *markdown_table(HEADER, [_cells(row, alike) for row in alike]), ""])

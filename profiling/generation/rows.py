@@ -60,8 +60,7 @@ HEADER = ("model", "prompt + new", "batch", "cache", "kept K, V", "first token, 
 
 
 def dense_beside(row: Row, rows: Sequence[Row]) -> list[Row]:
-    """The dense rows at the same batch, or, for the largest batch, at dense's own largest; of graphs the static cache's.
-    """
+    """The dense rows at the same batch, or, for the largest, at dense's own largest; of graphs the static cache's."""
     wanted = "static-graph" if row.side.endswith("-graph") else "dense"
     return [
         other for other in rows
@@ -130,8 +129,8 @@ def markdown(rows: Sequence[Row]) -> str:
              "found to fit.",
              "To dense: against the dense cache at the same batch, the largest against dense's own largest, of several "
              "dense rows the best one. Graph: the steps are replays of one CUDA graph, captured after the second token, "
-             "beside a StaticCache likewise. Sdpa without cuDNN: torch may prefer cuDNN, which makes a plan for every new "
-             "length of the keys.", ""]
+             "beside a StaticCache likewise. Sdpa without cuDNN: torch may prefer cuDNN, which makes a plan for every "
+             "new length of the keys.", ""]
     lines += markdown_table(HEADER, [_cells(row, rows) for row in rows])
     lines += ["", "Commands:", "", "```", *dict.fromkeys(row.command for row in rows), "```"]
     return "\n".join(lines) + "\n"

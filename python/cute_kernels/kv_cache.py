@@ -59,7 +59,7 @@ class KVCache(CacheRows):
         max_batch sequences of `capacity` tokens.
     sparsity, keep, key_keep, value_keep: what is kept of every token, as for `compress_kv`; with none of them every
         nonzero is.
-    key_rule, value_rule: of `cute_kernels.rules`, by name or itself. Tiles are pruned each for itself, as `prune` prunes
+    key_rule, value_rule: of `cute_kernels.rules`, by name or itself. Each tile is pruned for itself, as `prune` prunes
         its 64 tokens: "magnitude", "channel-magnitude" with a group that divides 64, "random", and your own rules.
         Rules that want queries or choose channels for all tokens are refused. Slots have room for as much of a tile as
         the rule keeps on average (`Rule.mean_kept`). Rules other than "magnitude" prune in torch operations: they may
@@ -209,8 +209,8 @@ class KVCache(CacheRows):
 
         k, v: (B, Hkv, n, D) of the cache's dtype, on its device, any strides but 1 in the last dimension.
 
-        Does not wait for the device (once captured: reads lengths; rules may). In a capture, every sequence needs pages for what
-        is appended and written by replays: `reserve` them before.
+        Does not wait for the device (once captured: reads lengths; other rules than "magnitude" may wait). In a
+        capture, every sequence needs pages for what is appended and written by replays: `reserve` them before.
 
         Raises what `prefill` raises, and RuntimeError in a capture without pages or with a rule but "magnitude".
         """

@@ -20,7 +20,7 @@ sparsity that says it) means the same share of the cache for every rule, counted
 | "thinv", values | norm of V's channel | whole channels | ThinK for values, as compared in 2505.22913 |
 | "random" | nothing: a control | the channels of a token | |
 
-A cache that grows (`KVCache`) prunes by a rule tile by tile: "magnitude", "channel-magnitude" and "random", and your own.
+A cache that grows (`KVCache`) prunes tile by tile, by "magnitude", "channel-magnitude", "random" and rules of your own.
 
 (For values, attention weighs all channels of a token alike, so per token its order is that of the magnitudes; for keys
 the same holds for queries and the tokens of a channel. Hence the direction of each output-aware rule.)

@@ -228,7 +228,8 @@ def _parser() -> argparse.ArgumentParser:
         "--cache",
         choices=models.CACHES,
         default="pruned",
-        help="pruned: dense memory, pruned values, every rule; sparse: the compressed cache and kernels",
+        help="pruned: dense memory, pruned values, every rule; sparse: the compressed cache and kernels, for rules that "
+        "prune tile by tile",
     )
     model = parser.add_argument_group("model")
     model.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="of torch")

@@ -74,7 +74,7 @@ def cache_maker(model: Any, setting: Setting, cache: str = "pruned") -> CacheMak
     """Makes empty caches for one sequence of calls each.
 
     cache: "pruned", dense in memory with pruned values, for every rule; "sparse", the compressed cache of
-    cute_kernels.integrations.transformers and its kernels, for the rule "magnitude".
+    cute_kernels.integrations.transformers and its kernels, for the rules that prune tile by tile.
     """
     if cache == "sparse" and setting.part != "none":
         return _sparse(model, setting)
@@ -84,8 +84,10 @@ def cache_maker(model: Any, setting: Setting, cache: str = "pruned") -> CacheMak
 
 
 def _sparse(model: Any, setting: Setting) -> CacheMaker:
-    if setting.rule != "magnitude":
-        raise ValueError(f"--cache sparse prunes by 'magnitude' alone, got {setting.rule!r}: take --cache pruned")
+    pruning = {role: name for role in ("key", "value") for name, sparsity in (setting.rule_of(role),) if sparsity}
+    for name in pruning.values():
+        if rules.RULES[name].whole_cache:
+            raise ValueError(f"--cache sparse prunes tile by tile, which rule {name!r} does not: take --cache pruned")
     if setting.granularity != TILE_TOKENS:
         raise ValueError(
             f"--cache sparse prunes {TILE_TOKENS} tokens at a time: pass --granularity {TILE_TOKENS}, got "
@@ -98,4 +100,5 @@ def _sparse(model: Any, setting: Setting) -> CacheMaker:
     config = model.config.get_text_config()
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     keep = {f"{role}_keep": kept_elements(head_dim, setting.rule_of(role)[1]) or head_dim for role in ("key", "value")}
-    return lambda: SparseKVCache(model.config, window=setting.window, **keep)
+    chosen = {f"{role}_rule": name for role, name in pruning.items()}
+    return lambda: SparseKVCache(model, window=setting.window, **keep, **chosen)

@@ -68,7 +68,7 @@ def check_model(model: Any) -> None:
     implementation = getattr(generation, "cache_implementation", None)
     if implementation is not None:
         raise ValueError(
-            f"the model's generation_config asks for a cache of its own, cache_implementation={implementation!r}, which "
+            f"the model's generation_config asks for another cache, cache_implementation={implementation!r}, which "
             "generate() does not take beside a SparseKVCache: set it to None"
         )
 

@@ -34,8 +34,9 @@ class SparseKVCache(Cache):
     prompt lookup work as with Transformers' DynamicCache. A prompt on a cache that is not empty attends to the pruned
     tokens.
 
-    config: the model's own config, `model.config`, or the model, whose devices are checked then too. Its attention implementation, which must be "sdpa",
-        is switched to "sparse_kv"; for all other caches, and without one, that is the same as "sdpa".
+    config: the model's own config, `model.config`, or the model, whose devices are checked then too. Its attention
+        implementation, which must be "sdpa", is switched to "sparse_kv"; for all other caches, and without one, that is
+        the same as "sdpa".
     sparsity, keep, key_keep, value_keep: as `cute_kernels.prune` and `KVCache` take them: the share of each token's
         channels to drop, or the number to keep, alike for keys and values or apart. With keep = head_dim nothing is
         lost. Each is one number for all layers, or a sequence of one number for each layer, or a mapping from layers'
@@ -49,11 +50,12 @@ class SparseKVCache(Cache):
         None: as the model computes, which must be float16 or bfloat16 then.
     backend: of `KVCache.attend`.
 
-    Raises TypeError and ValueError here for options that do not fit, and for what the config tells: layers with a sliding window or another kind of
-    attention, logit soft-capping, keys and values shared between layers, encoder-decoder models, a float32 model, another
-    16-bit dtype than the model's, an attention implementation other than "sdpa". For a model also a generation_config
-    that asks for another cache, such as a static one, and RuntimeError for a device without kernels. What only the
-    tensors tell, such as the dtype of a model that was cast, is checked with the first tokens.
+    Raises TypeError and ValueError here for options that do not fit, and for what the config tells: layers with a sliding
+    window or another kind of attention, logit soft-capping, keys and values shared between layers, encoder-decoder
+    models, a float32 model, another 16-bit dtype than the model's, an attention implementation other than "sdpa". For a
+    model also a generation_config that asks for another cache, such as a static one, and RuntimeError for a device
+    without kernels. What only the tensors tell, such as the dtype of a model that was cast, is checked with the first
+    tokens.
 
     The method is that of Mustafar (arXiv 2505.22913): per-token magnitude pruning of keys and values.
     """

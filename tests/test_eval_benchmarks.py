@@ -1,108 +1,14 @@
-"""The evaluation on tiny random models: likelihoods and answers, benchmarks in folders, whole runs of the command."""
+"""The evaluation's benchmarks from folders, its results, and whole runs of the command on a tiny random model."""
 
 from __future__ import annotations
 
 import json
-import sys
-import types
 
 import pytest
-import torch
+from tiny_eval_model import folder, model  # noqa: F401  # fixtures
 
 from cute_kernels.eval import benchmarks, command, models, results
-from cute_kernels.eval.settings import DENSE, grid, kept_elements
-
-
-# ---- Models ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A tiny random Llama and a tokenizer of characters, in Hugging Face's format."""
-    transformers = pytest.importorskip("transformers", reason="needs the extra eval")
-    from tokenizers import Tokenizer, decoders, pre_tokenizers
-    from tokenizers.models import WordLevel
-
-    path = tmp_path_factory.mktemp("model")
-    characters = ["<s>", "</s>", "<unk>", *map(chr, range(32, 127)), "\n"]
-    tokenizer = Tokenizer(WordLevel({c: i for i, c in enumerate(characters)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
-    names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
-    fast.chat_template = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% endfor %}:"
-    fast.save_pretrained(path)
-    config = transformers.LlamaConfig(
-        vocab_size=len(characters), hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=512, bos_token_id=0, eos_token_id=1,
-        initializer_range=0.5,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    transformers.LlamaForCausalLM(config).save_pretrained(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def model(folder):
-    return models.load_model(folder, torch.device("cpu"))
-
-
-def test_likelihood_of_the_dense_cache(model, rng):
-    from cute_kernels.eval.decoding import correct, negative_log_likelihood
-
-    ids = torch.randint(3, 90, (40,))
-    with torch.inference_mode():
-        ids[20:30] = model(ids[None]).logits[0, 19:29].argmax(-1)  # some that are right, or were before the others
-        logits = model(ids[None]).logits[0, :-1].double()
-    expected = float(torch.nn.functional.cross_entropy(logits[9:], ids[10:], reduction="sum"))
-    for chunk in (1, 7, 64):
-        got = negative_log_likelihood(model, models.cache_maker(model, DENSE), ids, 10, chunk)
-        assert got == pytest.approx(expected, rel=1e-5)
-        right = correct(model, models.cache_maker(model, DENSE), ids[None].expand(2, -1), 10, chunk)
-        assert torch.equal(right, (logits.argmax(-1)[9:] == ids[10:]).expand(2, -1))
-
-
-def test_answers_come_from_the_pruned_cache(model, rng):
-    """Against a cache of Transformers' own, pruned between the calls."""
-    from transformers import DynamicCache
-
-    from cute_kernels.eval.decoding import answer
-
-    setting = grid(["magnitude"], ["both"], [0.8], window=4)[1]
-    context, question = torch.randint(3, 90, (3, 30)), torch.randint(3, 90, (3, 6))
-    got = answer(model, models.cache_maker(model, setting), context, question, 5)
-    cache, pruned, said = DynamicCache(config=model.config), 0, []
-    with torch.inference_mode():
-        for ids in (context, question, None, None, None, None):
-            logits = model(said[-1] if ids is None else ids, past_key_values=cache).logits
-            if ids is not context:
-                said.append(logits[:, -1].argmax(-1, keepdim=True))
-            end = cache.get_seq_length() - 4
-            for layer in cache.layers:
-                for x in (layer.keys, layer.values):
-                    old = x[:, :, pruned:end]
-                    old.scatter_(-1, old.abs().argsort(-1)[..., : 16 - kept_elements(16, 0.8)], 0)
-            pruned = end
-    assert torch.equal(got, torch.cat(said, dim=1))
-    dense = answer(model, models.cache_maker(model, DENSE), context, question, 5)
-    assert not torch.equal(got, dense)
-
-
-@pytest.mark.parametrize("name", ["output-aware", "think", "random", "magnitude"])
-def test_generation_without_pruned_tokens_is_the_models_own(folder, name, rng):
-    from cute_kernels.eval.decoding import generate
-
-    model = models.load_model(folder, torch.device("cpu"))
-    prompt = torch.randint(3, 90, (40,))
-    expected = model.generate(prompt[None], attention_mask=torch.ones(1, 40), max_new_tokens=12, do_sample=False)[
-        0, 40:
-    ]
-    for setting in (DENSE, grid([name], ["both"], [0.5], window=64)[1]):
-        models.prepare(model, [setting], "pruned")
-        got = generate(model, models.cache_maker(model, setting), prompt, 12, [1])
-        assert got.tolist() == expected.tolist()
-    pruning = grid([name], ["both"], [0.9], window=1)[1]
-    assert generate(model, models.cache_maker(model, pruning), prompt, 12, [1]).tolist() != expected.tolist()
-
+from cute_kernels.eval.settings import DENSE, grid
 
 # ---- Benchmarks ------------------------------------------------------------------------------------------------------
 
@@ -268,7 +174,7 @@ def test_wrong_arguments(folder, tmp_path, capsys):
         ((folder, "--tasks", "recall", "--rules", "best"), "'best'"),
         ((folder, "--tasks", "recall", "--parts", "all"), "'all'"),
         ((folder, "--tasks", "recall", "--sparsity", "1.5"), "below 1"),
-        ((folder, "--tasks", "recall", "--cache", "sparse", "--rules", "random"), "'magnitude' alone"),
+        ((folder, "--tasks", "recall", "--cache", "sparse", "--rules", "think"), "tile by tile, which rule 'think'"),
         ((folder, "--tasks", "recall", "--cache", "sparse"), "pass --granularity 64"),
         ((folder, "--tasks", "perplexity", "--text", text), "fewer than one segment"),
         ((folder, "--tasks", "perplexity", "--text", text, "--context", "4", "--prefill", "4"), "--prefill"),
@@ -293,20 +199,3 @@ def test_help(capsys):
     with pytest.raises(SystemExit) as exit_:
         run("--help")
     assert exit_.value.code == 0 and "--sparsity" in capsys.readouterr().out
-
-
-def test_the_sparse_cache_is_asked_for(model, monkeypatch):
-    made = []
-
-    class SparseKVCache:
-        def __init__(self, config, **options):
-            made.append(options)
-
-    module = types.SimpleNamespace(SparseKVCache=SparseKVCache)
-    monkeypatch.setitem(sys.modules, "cute_kernels.integrations", types.ModuleType("cute_kernels.integrations"))
-    monkeypatch.setitem(sys.modules, "cute_kernels.integrations.transformers", module)
-    models.prepare(model, grid(["magnitude"], ["keys", "both"], [0.5], window=8, granularity=64), "sparse")
-    assert made == [{"window": 8, "key_keep": 8, "value_keep": 16}, {"window": 8, "key_keep": 8, "value_keep": 8}]
-    monkeypatch.setitem(sys.modules, "cute_kernels.integrations.transformers", None)
-    with pytest.raises(models.Missing, match=r"needs cute_kernels\.integrations\.transformers"):
-        models.prepare(model, [grid(["magnitude"], ["both"], [0.5], granularity=64)[1]], "sparse")
