@@ -103,7 +103,7 @@ struct RunningSum {
   CUTE_DEVICE float value(int v) const {
     float4 const& a = accumulators;
     float of_row = v % 2 == 0 ? (v < 2 ? a.x : a.z) : (v < 2 ? a.y : a.w);
-    return reference_of(v % 2) == -INFINITY ? 0 : of_row / sum_of(v % 2);
+    return of_row * (reference_of(v % 2) == -INFINITY ? 0.f : 1 / sum_of(v % 2));  // NaN stays, also in a row of NaN
   }
   CUTE_DEVICE float lse(int row) const {
     constexpr float kLn2 = 0.693147180559945f;

@@ -12,7 +12,7 @@ namespace cute_kernels::attention {
 
 inline constexpr int kUnitTokens = format::kTileTokens;
 inline constexpr int kWindowUnitTokens = 32;  // dense ones, in no more time than a tile takes
-inline constexpr int kMaxWorkers = 14;        // by the barriers of a CTA
+inline constexpr int kMaxWorkers = 14;        // by the barriers of a CTA: 0 and 15 are those of all
 
 // Of a segment.
 CUTE_HOST_DEVICE constexpr int64_t window_units_of(int64_t tokens) {

@@ -22,7 +22,7 @@ inline constexpr int kSchedulers = 4;  // of an SM, each issuing for a quarter o
 
 // Of a shared ring, beyond a stage a worker: workers are left out for so many bytes and, to have more producers, stages
 // for no fewer than the minimum; more than the maximum are not used.
-inline constexpr int kBytesAhead = 32 << 10, kMinStagesAhead = 2, kMaxStagesAhead = 8;
+inline constexpr int kBytesAhead = 32 << 10, kMinStagesAhead = 2;
 inline constexpr int kMaxProducers = 4;
 
 inline constexpr int kMaxClusterLog2 = 4;  // 16 CTAs, more than every device must have
@@ -59,7 +59,8 @@ inline Plan choose_plan(DeviceLimits const& device, matmul::KernelLimits const& 
     return workers > unit ? workers - workers % unit : workers;
   };
   if (kernel.one_ring) {
-    int ahead = std::clamp((kBytesAhead + plan.stages.stage_bytes - 1) / plan.stages.stage_bytes, 1, kMaxStagesAhead);
+    int ahead =
+        std::clamp((kBytesAhead + plan.stages.stage_bytes - 1) / plan.stages.stage_bytes, 1, kernel.stages_ahead);
     plan.config.workers = in_fours(std::clamp(fit - ahead, 1, kernel.max_workers));
   } else {
     plan.config.workers = in_fours(std::min(kernel.max_workers, fit / kernel.min_stages));
@@ -69,7 +70,7 @@ inline Plan choose_plan(DeviceLimits const& device, matmul::KernelLimits const& 
   plan.config.ctas = static_cast<int>(std::min<int64_t>(device.multiprocessors, tiles));
   plan.config.workers = static_cast<int>(std::min<int64_t>(plan.config.workers, tiles / plan.config.ctas));
   if (kernel.one_ring) {
-    int workers = plan.config.workers, stages = std::min({kernel.max_stages, fit, workers + kMaxStagesAhead});
+    int workers = plan.config.workers, stages = std::min({kernel.max_stages, fit, workers + kernel.stages_ahead});
     auto usable = [&](int producers) { return stages - stages % producers; };  // they divide workers and stages
     int& producers = plan.config.producers = kMaxProducers;
     while (producers > 1 && (workers % producers != 0 || usable(producers) < workers + kMinStagesAhead)) --producers;

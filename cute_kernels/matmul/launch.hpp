@@ -27,6 +27,7 @@ struct KernelLimits {
   int min_block_bytes;         // of a stage: the room of a tile's block may also take its results
   int fixed_shared_bytes;
   bool one_ring;        // of stages for all workers
+  int stages_ahead;     // of those, beyond one a worker, at most
   bool joins_segments;  // clusters can add up what workers have of a segment
 };
 

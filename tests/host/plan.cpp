@@ -97,7 +97,8 @@ int main() {
           row_bytes = draw(0, 1) ? 272 : 0;
       bool one_ring = draw(0, 1);
       matmul::KernelLimits kernel{
-          4 * draw(1, 4), draw(0, 1) ? 1 : 4, 2, one_ring ? 48 : draw(3, 8), n * 64 * 4, 64, one_ring, one_ring};
+          4 * draw(1, 4), draw(0, 1) ? 1 : 4, 2,       one_ring ? 48 : draw(3, 8), n * 64 * 4, 64,
+          one_ring,       draw(2, 16),        one_ring};
       auto plan =
           choose_plan(device, kernel, n, draw(1, 40), format::tile_rows(head_dim, longest), 64, row_bytes, tiles);
       int stage_bytes = plan.stages.stage_bytes, workers = plan.config.workers;

@@ -23,7 +23,7 @@ inline constexpr int kWorkersBarrier = 0;
 template <class Traits>
 struct Storage {
   static constexpr int kMaxWorkers = kMaxWarpgroups<Traits> * kWarpgroupWarps / Traits::kWorkerWarps;
-  static_assert(kMaxWorkers <= attention::kMaxWorkers && kMaxWorkers < matmul::sm90::kStartBarrier);
+  static_assert(kMaxWorkers <= attention::kMaxWorkers);
 
   Exchange<Traits> exchanges[kMaxWorkers];
   matmul::sm90::RingBarriers barriers;

@@ -11,8 +11,15 @@ KernelLimits limits(format::DType dtype, int n) {
   return visit_traits<kHeadDim>(dtype, n, [](auto traits) -> KernelLimits {
     using T = decltype(traits);
     // The stages, no fewer than workers, take their shares in the end.
-    return {Storage<T>::kMaxWorkers, T::kWorkerWarps, 2,    matmul::sm90::kMaxStages,
-            sizeof(Share<T>),        kFixedBytes<T>,  true, true};
+    return {Storage<T>::kMaxWorkers,
+            T::kWorkerWarps,
+            2,
+            matmul::sm90::kMaxStages,
+            sizeof(Share<T>),
+            kFixedBytes<T>,
+            true,
+            kStagesAhead,
+            true};
   });
 }
 

@@ -11,6 +11,8 @@ namespace cute_kernels::attention::sm90 {
 
 using matmul::sm90::StageRing;
 
+inline constexpr int kStagesAhead = 16;  // at most, beyond one a worker: more would not come any sooner
+
 // Stages of a unit of the window, and those beyond a shorter piece's end, stay empty.
 template <int N>
 struct Slot {

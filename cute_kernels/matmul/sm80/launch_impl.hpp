@@ -21,9 +21,9 @@ template <Role kRole, int kHeadDim>
 KernelLimits limits(format::DType dtype, int n) {
   return visit_traits<kRole, kHeadDim>(dtype, n, [](auto traits) -> KernelLimits {
     using T = decltype(traits);
-    if constexpr (T::kIsKey) return {T::kMaxWarps, 1, kMinStages, kMaxStages, logits_bytes<T>(), 0, false, false};
+    if constexpr (T::kIsKey) return {T::kMaxWarps, 1, kMinStages, kMaxStages, logits_bytes<T>(), 0, false, 0, false};
     constexpr int kLastSegmentBytes = T::kMaxWarps * sizeof(int);
-    return {T::kMaxWarps, 1, kMinStages, kMaxStages, share_bytes<T>() / kMinStages, kLastSegmentBytes, false, false};
+    return {T::kMaxWarps, 1, kMinStages, kMaxStages, share_bytes<T>() / kMinStages, kLastSegmentBytes, false, 0, false};
   });
 }
 

@@ -37,9 +37,10 @@ KernelLimits limits(format::DType dtype, int n) {
       static_assert(kMaxWarps <= kMaxWorkers);
       // A stage takes a tile's logits; the stages, no fewer than workers, take their shares in the end.
       constexpr int kResultBytes = T::kIsKey ? logits_bytes<T>() : share_bytes<T>();
-      return {kMaxWarps, 1, 2, kMaxStages, kResultBytes, kWarpFixedBytes, true, !T::kIsKey};
+      return {kMaxWarps, 1, 2, kMaxStages, kResultBytes, kWarpFixedBytes, true, kStagesAhead, !T::kIsKey};
     } else {
-      return {T::kMaxWarpgroups, kWarpgroupWarps, 2, kMaxStages, 0, warpgroup::kFixedBytes<T>, true, false};
+      return {
+          T::kMaxWarpgroups, kWarpgroupWarps, 2, kMaxStages, 0, warpgroup::kFixedBytes<T>, true, kStagesAhead, false};
     }
   });
 }

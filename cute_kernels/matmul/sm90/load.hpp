@@ -12,6 +12,8 @@
 
 namespace cute_kernels::matmul::sm90 {
 
+inline constexpr int kStagesAhead = 8;  // at most, beyond one a worker: see dispatch/heuristics.hpp
+
 CUTE_DEVICE TileRange piece_of_worker(TmaParams const& params, int worker) {
   return piece_tiles(params.work, blockIdx.x * params.ring.workers.divisor + worker);
 }

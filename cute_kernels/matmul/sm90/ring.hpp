@@ -9,9 +9,9 @@
 
 namespace cute_kernels::matmul::sm90 {
 
-inline constexpr int kMaxStages = 48;     // of a CTA
-inline constexpr int kMaxProducers = 4;   // warps
-inline constexpr int kStartBarrier = 15;  // named; the workers use those below
+inline constexpr int kMaxStages = 48;    // of a CTA
+inline constexpr int kMaxProducers = 4;  // warps
+inline constexpr int kStartBarrier = 7;  // of NamedBarrier, 15 as the hardware counts; the workers use those below
 
 struct RingShape {
   cutlass::FastDivmod workers, stages;  // of a CTA

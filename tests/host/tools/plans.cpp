@@ -34,33 +34,41 @@ void print_plan(Case const& c) {
   }
   kernel.worker_warps = 1;
   kernel.one_ring = c.backend == 90;
+  kernel.stages_ahead = 8;
   kernel.min_stages = matmul::sm80::kMinStages;
   kernel.max_stages = kernel.one_ring ? 48 : matmul::sm80::kMaxStages;
   kernel.min_block_bytes = Traits::kIsKey ? kKeyBytes : kernel.one_ring ? kValueBytes : kValueBytes / kernel.min_stages;
   dispatch::DeviceLimits device{c.multiprocessors, c.shared_bytes, 9, 0, true};
-  auto plan = dispatch::choose_plan(device, kernel, c.n, c.rows, c.longest, matmul::kOrderBytes, c.dense_row_bytes,
-                                    c.tiles);
+  auto plan =
+      dispatch::choose_plan(device, kernel, c.n, c.rows, c.longest, matmul::kOrderBytes, c.dense_row_bytes, c.tiles);
   std::printf("%d %d %d\n", plan.config.workers, plan.stages.count, Traits::kRegisters);
 }
 
 template <Role kRole, int kHeadDim>
 void visit_n(Case const& c) {
-  if (c.n == 8) print_plan<matmul::Traits<kRole, cute::half_t, kHeadDim, 8>>(c);
-  else print_plan<matmul::Traits<kRole, cute::half_t, kHeadDim, 16>>(c);
+  if (c.n == 8)
+    print_plan<matmul::Traits<kRole, cute::half_t, kHeadDim, 8>>(c);
+  else
+    print_plan<matmul::Traits<kRole, cute::half_t, kHeadDim, 16>>(c);
 }
 
 template <Role kRole>
 void visit_head_dim(Case const& c) {
-  if (c.head_dim == 64) visit_n<kRole, 64>(c);
-  else if (c.head_dim == 128) visit_n<kRole, 128>(c);
-  else visit_n<kRole, 256>(c);
+  if (c.head_dim == 64)
+    visit_n<kRole, 64>(c);
+  else if (c.head_dim == 128)
+    visit_n<kRole, 128>(c);
+  else
+    visit_n<kRole, 256>(c);
 }
 
 int main() {
   Case c;
   while (std::scanf("%d %d %d %d %d %d %d %lld %d %d", &c.backend, &c.role, &c.head_dim, &c.n, &c.rows, &c.longest,
                     &c.dense_row_bytes, &c.tiles, &c.multiprocessors, &c.shared_bytes) == 10) {
-    if (c.role == 0) visit_head_dim<Role::kKey>(c);
-    else visit_head_dim<Role::kValue>(c);
+    if (c.role == 0)
+      visit_head_dim<Role::kKey>(c);
+    else
+      visit_head_dim<Role::kValue>(c);
   }
 }
