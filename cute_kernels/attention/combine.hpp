@@ -69,6 +69,15 @@ struct RunningSum {
   float reference[2] = {-INFINITY, -INFINITY}, sum[2] = {0, 0};  // of the lane's rows
   float4 accumulators = make_float4(0, 0, 0, 0);
 
+  CUTE_DEVICE RunningSum() {}
+
+  // item: of ShareLayout
+  CUTE_DEVICE RunningSum(Share<Traits> const& share, int item) : accumulators(share.accumulators[item]) {
+    int row = first_row(item);
+    CUTE_UNROLL
+    for (int i = 0; i < 2; ++i) reference[i] = share.reference[row + i], sum[i] = share.sum[row + i];
+  }
+
   CUTE_DEVICE void add(float const (&other_reference)[2], float const (&other_sum)[2], float4 other) {
     float mine[2], theirs[2];
     CUTE_UNROLL
@@ -84,12 +93,7 @@ struct RunningSum {
     a.z = mine[0] * a.z + theirs[0] * other.z, a.w = mine[1] * a.w + theirs[1] * other.w;
   }
 
-  // item: of ShareLayout
-  CUTE_DEVICE void add(Share<Traits> const& share, int item) {
-    int row = first_row(item);
-    add({share.reference[row], share.reference[row + 1]}, {share.sum[row], share.sum[row + 1]},
-        share.accumulators[item]);
-  }
+  CUTE_DEVICE void add(RunningSum const& other) { add(other.reference, other.sum, other.accumulators); }
   CUTE_DEVICE static int first_row(int item) { return item / 32 / kAtomsM<Traits> * 8 + 2 * (item % 4); }
 
   // The sum of the lane whose index differs by `mask`, which takes part in the same way.
@@ -166,7 +170,7 @@ CUTE_DEVICE void add_up_shares(Params const& params, WorkLine<Traits::kN> const&
       RunningSum<Traits> sum;
 #pragma unroll 2
       for (int worker = begin; worker < end; ++worker)
-        if (last_segment[worker] >= 0) sum.add(shares[worker], item);
+        if (last_segment[worker] >= 0) sum.add(RunningSum<Traits>(shares[worker], item));
       partial->accumulators[item] = sum.accumulators;
       if (item / 32 % kAtomsM<Traits> == 0 && item % 32 < 4) {
         CUTE_UNROLL
@@ -189,11 +193,12 @@ CUTE_DEVICE void store_atom(Params const& params, Segment const& segment, int la
   }
 }
 
-inline constexpr int kCombineWarps = 2;
+inline constexpr int kCombineWarps = 2, kCombineBatch = 3;
 inline constexpr int kCombineCtas = 16;  // of an SM, by registers: they are to fit in beside the attention kernel
 
-// Grid: (segments, atoms). Warp w takes every kCombineWarps-th partial; warp 0 puts the warps' sums together. A
-// programmatic dependent of the attention kernel: everything up to the wait runs while that one drains.
+// Grid: (segments, atoms). Warp w takes every kCombineWarps-th partial, a few at a time, for each load takes as long as
+// adding up all; warp 0 puts the warps' sums together. A programmatic dependent of the attention kernel: everything up
+// to the wait runs while that one drains.
 template <class Traits>
 __global__ void __launch_bounds__(32 * kCombineWarps, kCombineCtas)
     combine_partials(CUTE_GRID_CONSTANT Params const params) {
@@ -201,8 +206,6 @@ __global__ void __launch_bounds__(32 * kCombineWarps, kCombineCtas)
   __shared__ RunningSum<Traits> sums[kCombineWarps][32];
   WorkLine<Traits::kN> line(params, unit_ends);
   line.prepare();
-  if (params.ragged) __syncthreads();
-  line.cut();
   Segment segment = line.segment(blockIdx.x);
   int atom = blockIdx.y, m = atom % kAtomsM<Traits>, n = atom / kAtomsM<Traits>;
   if (8 * n >= segment.rows) return;
@@ -212,25 +215,31 @@ __global__ void __launch_bounds__(32 * kCombineWarps, kCombineCtas)
   // CTAs have put together the shares of pieces that end in the segment: those that lie before the crossing one.
   int shares_end = crossing ? line.piece_begin(last_piece) : segment.units.end;
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32, item = ShareLayout<Traits>{}(lane, atom);
+  auto partial_of = [&](int cta) {  // the crossing one follows those of the CTAs; -1: none
+    if (cta > last) return crossing && cta == last + 1 ? crossing_partial(blockIdx.x) : -1;
+    int begin = max(segment.units.begin, line.cta_begin(cta)), end = min(shares_end, line.cta_begin(cta + 1));
+    return begin < end ? cta_partial(line.segments(), cta, blockIdx.x) : -1;
+  };
   RunningSum<Traits> sum;
   ptx::wait_for_primary();
   if (has_rows(segment.rows, lane, n)) {
-#pragma unroll 2
-    for (int cta = first + warp; cta <= last; cta += kCombineWarps) {
-      int begin = max(segment.units.begin, line.cta_begin(cta)), end = min(shares_end, line.cta_begin(cta + 1));
-      if (begin < end) sum.add(*partial_data<Traits>(params, cta_partial(line.segments(), cta, blockIdx.x)), item);
+    CUTE_NO_UNROLL
+    for (int cta = first + warp; cta <= last + 1; cta += kCombineBatch * kCombineWarps) {
+      RunningSum<Traits> partials[kCombineBatch];
+      CUTE_UNROLL
+      for (int i = 0; i < kCombineBatch; ++i) {
+        int index = partial_of(cta + i * kCombineWarps);
+        if (index >= 0) partials[i] = RunningSum<Traits>(*partial_data<Traits>(params, index), item);
+      }
+      CUTE_UNROLL
+      for (int i = 0; i < kCombineBatch; ++i) sum.add(partials[i]);
     }
-    if (crossing && warp == kCombineWarps - 1)
-      sum.add(*partial_data<Traits>(params, crossing_partial(blockIdx.x)), item);
   }
   sums[warp][lane] = sum;
   __syncthreads();
   if (warp > 0) return;
   CUTE_UNROLL
-  for (int w = 1; w < kCombineWarps; ++w) {
-    RunningSum<Traits> const& other = sums[w][lane];
-    sum.add(other.reference, other.sum, other.accumulators);
-  }
+  for (int w = 1; w < kCombineWarps; ++w) sum.add(sums[w][lane]);
   store_atom<Traits>(params, segment, lane, m, n, sum);
 }
 

@@ -27,15 +27,11 @@ constexpr int min_block_bytes(int min_stages) {
   return (static_cast<int>(sizeof(Share<Traits>)) + min_stages - 1) / min_stages;
 }
 
-inline int unit_ends_bytes(Params const& params) {
-  return params.ragged ? (params.batch + 1) * static_cast<int>(sizeof(int)) : 0;
-}
-
-// shared_bytes: all but the ends of units.
+// shared_bytes: all but the line's.
 template <class KernelParams>
 void launch_attention(void (*kernel)(KernelParams), KernelParams const& params, Config const& config, int threads,
                       int shared_bytes, cudaStream_t stream) {
-  matmul::launch_clusters(kernel, params, config, threads, shared_bytes + unit_ends_bytes(params), stream);
+  matmul::launch_clusters(kernel, params, config, threads, shared_bytes + params.line_bytes, stream);
 }
 
 template <class Traits>
@@ -46,7 +42,7 @@ void launch_combine(Params const& params, Config const& config, cudaStream_t str
   cudaLaunchConfig_t launch{};
   launch.gridDim = dim3(params.batch * params.row_segments.divisor, kAtoms<Traits>);
   launch.blockDim = dim3(32 * kCombineWarps);
-  launch.dynamicSmemBytes = unit_ends_bytes(params);
+  launch.dynamicSmemBytes = params.line_bytes;
   launch.stream = stream;
   launch.attrs = &attribute;
   launch.numAttrs = config.programmatic_launch ? 1 : 0;

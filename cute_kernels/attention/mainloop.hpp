@@ -27,21 +27,23 @@ CUTE_DEVICE auto make_logits() {  // (MMA,own MMA_M,MMA_N)
   return partition_fragment_C(typename Traits::TiledMma{}, Shape<Int<16 * Traits::kOwnTokenBlocks>, Int<Traits::kN>>{});
 }
 
-template <class Traits, class FragmentP, class FragmentO>
-CUTE_DEVICE void attend_window(Params const& params, Segment const& segment, int unit, int part,
+template <class Traits, class Pipeline, class FragmentP, class FragmentO>
+CUTE_DEVICE void attend_window(Params const& params, Segment const& segment, int unit, int part, Pipeline& pipeline,
                                OnlineSoftmax<Traits>& softmax, FragmentP& tCrP, FragmentO& tCrO) {
   Tensor tCrS = make_logits<Traits>();
   WindowUnit<Traits> window(params, segment, unit - segment.units.begin, part);
-  window.multiply_keys(Queries<Traits>(params, segment), tCrS);
+  window.multiply_keys(pipeline.next(), tCrS);
+  pipeline.release();
   scale_logits(tCrS, params.scale_log2);
   Visibility(params, segment).template mask<Traits>(tCrS, part, true, [&](int position) {
     return window.token(position);
   });
   softmax.weigh(tCrS, TokenOrders{}, tCrP, tCrO);
-  window.multiply_values(channel_order<Traits>(params.values, segment), tCrP, tCrO);
+  window.multiply_values(pipeline.next(), channel_order<Traits>(params.values, segment), tCrP, tCrO);
+  pipeline.release();
 }
 
-// All units of a worker's piece. `pipeline` brings two stages a unit, keys then values, empty ones for the window.
+// All units of a worker's piece. `pipeline` brings two stages a unit, keys then values.
 // Leaves the share of the segment that the piece ends in where pipeline.finish() says, and returns that segment; -1 for
 // an empty piece.
 template <class Traits, class Pipeline>
@@ -70,11 +72,12 @@ CUTE_DEVICE int attend(Params const& params, WorkLine<Traits::kN> const& line, U
         TiledMma{}, Shape<Int<16 * Traits::kOwnChannelBlocks>, Int<Traits::kN>>{});  // (MMA,own MMA_M,MMA_N)
     clear(tCrO);
 
+    ptx::prefetch(channel_order<Traits>(params.keys, segment));
+    ptx::prefetch(channel_order<Traits>(params.values, segment));
+
     CUTE_NO_UNROLL
-    for (; unit < min(first_tile, end); ++unit) {
-      attend_window<Traits>(params, line.segment_with(unit), unit, worker.part, softmax, tCrP, tCrO);
-      for (int stage = 0; stage < 2; ++stage) pipeline.next(), pipeline.release();
-    }
+    for (; unit < min(first_tile, end); ++unit)
+      attend_window<Traits>(params, line.segment_with(unit), unit, worker.part, pipeline, softmax, tCrP, tCrO);
 
     // Looked up again rather than held on to: the window needs the registers, unless workers are few (D 256).
     if constexpr (Traits::kHeadDim < format::kMaxHeadDim) segment = line.segment_with(end - 1);

@@ -8,6 +8,11 @@
 
 namespace cute_kernels::attention {
 
+// How the line of work is cut, see work.hpp: in parts, those into pieces.
+struct Cut {
+  int part_units, units_per_piece, spare_units;
+};
+
 struct Params : Problem {
   float scale_log2;                       // the kernels' exponentials are powers of two
   int rows;                               // query rows of a KV head: group size x query tokens
@@ -17,6 +22,10 @@ struct Params : Problem {
   bool by_segments;                       // see work.hpp; never if ragged
   bool own_orders;                        // keys and values were not compressed together: each has its token order
   bool erases;                            // sequences may end within a tile whose further tokens are stored
+  bool window_vectorized;                 // keys of the window and q may be read 16 bytes at a time
+  bool window_staged;                     // and producers can bring the window's tokens as they lie
+  int line_bytes;                         // of shared memory that the line takes
+  Cut cut;                                // unless ragged
   cutlass::FastDivmod pieces;             // of the line, or of a segment if by_segments
   cutlass::FastDivmod units_per_segment;  // unless ragged
   cutlass::FastDivmod row_segments;       // of a row of q: KV heads x blocks of query rows

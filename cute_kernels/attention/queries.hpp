@@ -9,6 +9,8 @@ namespace cute_kernels::attention {
 template <class Traits>
 class Queries {
  public:
+  using Element = typename Traits::Element;
+
   CUTE_DEVICE Queries(Params const& params, Segment const& segment) : head_dim_(params.keys.head_dim) {
     auto thr_mma = typename Traits::Keys::TiledMma{}.get_slice(threadIdx.x % 32);
     Tensor tCcB = thr_mma.partition_B(cB());  // ((2,2),MMA_N,MMA_K) -> (row, channel_position)
@@ -25,42 +27,34 @@ class Queries {
   // Channels in the order of the compressed keys; those beyond the last are zeros.
   template <class Fragment>
   CUTE_DEVICE void load(uint8_t const* channel_order, Fragment& tCrB /* ((2,2),MMA_N,MMA_K) */) const {
+    CUTE_STATIC_ASSERT_V((shape<0>(tCrB) == Shape<_2, _2>{}));  // two neighbouring channels, then 8 further on
     CUTE_UNROLL
-    for (int k = 0; k < size<2>(tCrB); ++k) load_block(channel_order, k, tCrB(_, _, k));
+    for (int k = 0; k < size<2>(tCrB); ++k) {
+      CUTE_UNROLL
+      for (int j = 0; j < 2; ++j) {
+        int position = 16 * k + 2 * (threadIdx.x % 4) + 8 * j;
+        uint32_t channels = __ldg(reinterpret_cast<uint16_t const*>(channel_order + position));
+        CUTE_UNROLL
+        for (int n = 0; n < kBlocks; ++n) {
+          CUTE_UNROLL
+          for (int i = 0; i < 2; ++i) {
+            int channel = channels >> (8 * i) & 0xff;
+            tCrB(make_coord(i, j), n, k) = channel < head_dim_ ? rows_[n][channel] : Element(0.f);
+          }
+        }
+      }
+    }
   }
 
-  // The same for channels [16 k, 16 k + 16) as they come.
-  template <class Fragment>
-  CUTE_DEVICE void load_in_order(int k, Fragment&& tCrB /* ((2,2),MMA_N) */) const {
-    load_block(nullptr, k, tCrB);
-  }
+  // Of lane / 4 in block n.
+  CUTE_DEVICE Element const* row(int n) const { return rows_[n]; }
 
  private:
-  using Element = typename Traits::Element;
   static constexpr int kBlocks = Traits::kN / 8;
   Element const* rows_[kBlocks];  // of lane / 4 in every block of 8
   int head_dim_;
 
   CUTE_DEVICE static auto cB() { return make_identity_tensor(Shape<Int<Traits::kN>, Int<Traits::kHeadDim>>{}); }
-
-  template <class Fragment>
-  CUTE_DEVICE void load_block(uint8_t const* channel_order, int k, Fragment&& tCrB) const {
-    CUTE_STATIC_ASSERT_V((shape<0>(tCrB) == Shape<_2, _2>{}));  // two neighbouring channels, then 8 further on
-    CUTE_UNROLL
-    for (int j = 0; j < 2; ++j) {
-      int position = 16 * k + 2 * (threadIdx.x % 4) + 8 * j;
-      uint32_t channels = channel_order ? __ldg(reinterpret_cast<uint16_t const*>(channel_order + position))
-                                        : position | (position + 1) << 8;
-      CUTE_UNROLL
-      for (int n = 0; n < kBlocks; ++n) {
-        CUTE_UNROLL
-        for (int i = 0; i < 2; ++i) {
-          int channel = channels >> (8 * i) & 0xff;
-          tCrB(make_coord(i, j), n) = channel < head_dim_ ? rows_[n][channel] : Element(0.f);
-        }
-      }
-    }
-  }
 };
 
 }  // namespace cute_kernels::attention

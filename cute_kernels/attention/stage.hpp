@@ -1,7 +1,7 @@
 // What a stage in shared memory holds: a tile's block, and the token orders that come with it.
 #pragma once
 
-#include "cute_kernels/attention/params.hpp"
+#include "cute_kernels/attention/work.hpp"
 
 namespace cute_kernels::attention {
 
@@ -19,15 +19,26 @@ struct Stage {
         value_order(token_order + kOrderBytes) {}
 };
 
-// Which tile fills a stage. The two stages of a unit follow one another; those of a unit of the window stay empty.
+// Elements from the start of keys or values of the windows to a token of the segment's.
+CUTE_DEVICE int64_t window_offset(Segment const& segment, int64_t const (&strides)[3], int token) {
+  return segment.sequence * strides[0] + segment.kv_head * strides[1] + token * strides[2];
+}
+
+// What fills a stage: a tile, tokens of the window if they are staged, or nothing. The two stages of a unit follow one
+// another, keys then values.
 struct StageSource {
   bool is_value;
-  int64_t tile = -1;  // in the storage, the same for keys and values; -1: none
+  int64_t tile = -1;      // in the storage, the same for keys and values; -1: none
+  int window_tokens = 0;  // 0: none
 
   CUTE_DEVICE StageSource(Params const& params, Segment const& segment, int unit, bool is_value) : is_value(is_value) {
-    int index = unit - segment.units.begin - segment.window_units;
-    if (index < 0 || index * kUnitTokens >= segment.tokens) return;
-    tile = view(params).tile_index(segment.sequence, segment.kv_head, index);
+    int window_unit = unit - segment.units.begin, index = window_unit - segment.window_units;
+    if (index < 0) {
+      if (params.window_staged)
+        window_tokens = min(kWindowUnitTokens, segment.window_tokens - window_unit * kWindowUnitTokens);
+    } else if (index * kUnitTokens < segment.tokens) {
+      tile = view(params).tile_index(segment.sequence, segment.kv_head, index);
+    }
   }
   CUTE_DEVICE format::SparseView const& view(Params const& params) const {
     return is_value ? params.values : params.keys;

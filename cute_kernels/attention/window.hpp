@@ -1,11 +1,12 @@
-// A unit of the window: dense tokens, straight from global memory into A fragments. A segment has few of them, so their
-// loads are not under way ahead of time; they come in few rounds instead.
+// A unit of the window: dense tokens into A fragments, from where the producers have put them or straight from global
+// memory.
 //
 // Every warp of a worker takes 16 tokens, the first block of its part of a tile's 64; the positions of the other blocks
 // are not seen.
 #pragma once
 
 #include "cute_kernels/attention/queries.hpp"
+#include "cute_kernels/attention/stage.hpp"
 #include "cute_kernels/common/ptx.hpp"
 
 namespace cute_kernels::attention {
@@ -14,81 +15,60 @@ template <class Traits>
 class WindowUnit {
  public:
   static_assert(kWindowUnitTokens == 16 * Traits::kWorkerWarps);
-  static constexpr int kUnseen = INT32_MAX;
 
   // The `index`-th unit of a segment's window, of which the warp takes its part.
   CUTE_DEVICE WindowUnit(Params const& params, Segment const& segment, int index, int part)
-      : part_(part),
-        head_dim_(params.keys.head_dim),
+      : params_(params),
+        segment_(segment),
+        part_(part),
         first_token_(index * kWindowUnitTokens),
-        tokens_(segment.window_tokens),
-        key_stride_(static_cast<int>(params.window.key_strides[2])),
-        value_stride_(static_cast<int>(params.window.value_strides[2])) {
-    Window const& window = params.window;
-    keys_ = static_cast<Element const*>(window.keys) + segment.sequence * window.key_strides[0] +
-            segment.kv_head * window.key_strides[1];
-    values_ = static_cast<Element const*>(window.values) + segment.sequence * window.value_strides[0] +
-              segment.kv_head * window.value_strides[1];
-  }
+        tokens_(segment.window_tokens - first_token_) {}
 
   // At a position of the tile, counted from the window's first.
   CUTE_DEVICE int token(int position) const {
-    constexpr int kPart = 16 * Traits::kOwnTokenBlocks;
+    constexpr int kPart = 16 * Traits::kOwnTokenBlocks, kUnseen = INT32_MAX;
     return position % kPart < 16 ? first_token_ + position / kPart * 16 + position % kPart : kUnseen;
   }
 
-  // S^T = K Q^T
+  // S^T = K Q^T. `stage`: that of the unit's keys.
   template <class FragmentS>
-  CUTE_DEVICE void multiply_keys(Queries<Traits> const& queries, FragmentS& tCrS /* (MMA,own MMA_M,MMA_N) */) const {
-    constexpr int kRoundBlocks = 2 * kRound;
-    int row = 16 * part_ + threadIdx.x % 32 / 4, column = 2 * (threadIdx.x % 4);
-    MMA_Atom<matmul::MmaOp<Element>> mma;
-    clear(tCrS);
-    CUTE_NO_UNROLL
-    for (int round = 0; round < Traits::kHeadDim / 16; round += kRoundBlocks) {
-      Tensor tCrA = make_tensor<Element>(Shape<Shape<_2, _2, _2>, Int<kRoundBlocks>>{});  // (MMA,blocks)
-      Tensor tCrB = make_tensor<Element>(
-          Shape<Shape<_2, _2>, Int<Traits::kRowBlocks>, Int<kRoundBlocks>>{});  // (MMA,MMA_N,blocks)
-      CUTE_UNROLL
-      for (int k = 0; k < kRoundBlocks; ++k) {
-        CUTE_UNROLL
-        for (int v = 0; v < 8; ++v)  // column + v % 2 (+ 8), row (+ 8): as the atom's A has them
-          tCrA(v, k) = at(keys_, key_stride_, row + 8 * (v / 2 % 2), 16 * (round + k) + column + v % 2 + 8 * (v / 4));
-        queries.load_in_order(round + k, tCrB(_, _, k));
-      }
-      CUTE_UNROLL
-      for (int k = 0; k < kRoundBlocks; ++k) {
-        CUTE_UNROLL
-        for (int n = 0; n < Traits::kRowBlocks; ++n) cute::gemm(mma, tCrA(_, k), tCrB(_, n, k), tCrS(_, 0, n));
-      }
-    }
+  CUTE_DEVICE void multiply_keys(Stage const& stage, FragmentS& tCrS /* (MMA,own MMA_M,MMA_N) */) const {
+    Window const& window = params_.window;
+    Rows keys = rows(stage, window.keys, window.key_strides);
+    Queries<Traits> queries(params_, segment_);
+    if (params_.window_vectorized)
+      multiply_vectors<true>(keys, queries, tCrS);
+    else
+      multiply_vectors<false>(keys, queries, tCrS);
   }
 
-  // O^T += V^T P^T, channels in the order of the compressed values.
+  // O^T += V^T P^T, channels in the order of the compressed values. `stage`: that of the unit's values.
   template <class FragmentP, class FragmentO>
-  CUTE_DEVICE void multiply_values(uint8_t const* channel_order, FragmentP const& tCrP /* (MMA,MMA_N,MMA_K) */,
+  CUTE_DEVICE void multiply_values(Stage const& stage, uint8_t const* channel_order,
+                                   FragmentP const& tCrP /* (MMA,MMA_N,MMA_K) */,
                                    FragmentO& tCrO /* (MMA,own MMA_M,MMA_N) */) const {
-    constexpr int kRoundBlocks = kRound;
-    int row = threadIdx.x % 32 / 4, column = 2 * (threadIdx.x % 4);
+    Window const& window = params_.window;
+    Rows values = rows(stage, window.values, window.value_strides);
+    int row = lane_ / 4, column = 2 * (lane_ % 4);
     MMA_Atom<matmul::MmaOp<Element>> mma;
     uint8_t const* channels = channel_order + 16 * part_ * Traits::kOwnChannelBlocks + row;
     CUTE_UNROLL
-    for (int round = 0; round < Traits::kOwnChannelBlocks; round += kRoundBlocks) {
+    for (int round = 0; round < Traits::kOwnChannelBlocks; round += kRound) {
       ptx::compiler_fence();  // or more loads come first than registers suffice for
       Tensor tCrA = make_tensor<Element>(
-          Shape<Shape<_2, _2, _2>, Int<kRoundBlocks>, Int<Traits::kWorkerWarps>>{});  // (MMA,MMA_M,token blocks)
+          Shape<Shape<_2, _2, _2>, Int<kRound>, Int<Traits::kWorkerWarps>>{});  // (MMA,MMA_M,token blocks)
       CUTE_UNROLL
-      for (int m = 0; m < kRoundBlocks; ++m) {
+      for (int m = 0; m < kRound; ++m) {
         int channel[2] = {channels[16 * (round + m)], channels[16 * (round + m) + 8]};
         CUTE_UNROLL
         for (int k = 0; k < Traits::kWorkerWarps; ++k) {
           CUTE_UNROLL
           for (int v = 0; v < 8; ++v)
-            tCrA(v, m, k) = at(values_, value_stride_, 16 * k + column + v % 2 + 8 * (v / 4), channel[v / 2 % 2]);
+            tCrA(v, m, k) = at(values, 16 * k + column + v % 2 + 8 * (v / 4), channel[v / 2 % 2]);
         }
       }
       CUTE_UNROLL
-      for (int m = 0; m < kRoundBlocks; ++m) {
+      for (int m = 0; m < kRound; ++m) {
         CUTE_UNROLL
         for (int k = 0; k < Traits::kWorkerWarps; ++k) {
           CUTE_UNROLL
@@ -101,16 +81,70 @@ class WindowUnit {
 
  private:
   using Element = typename Traits::Element;
-  static constexpr int kRound =
-      Traits::kHeadDim < format::kMaxHeadDim ? 2 : 1;  // by registers: 32 tokens by 16 channels
-  Element const *keys_, *values_;
-  int part_, head_dim_, first_token_, tokens_;
-  int key_stride_, value_stride_;  // times the tokens of a window within 2^31, which dispatch/ sees to
+  static constexpr int kRound = Traits::kHeadDim < format::kMaxHeadDim ? 2 : 1;  // by registers: blocks of 16 channels
+
+  Params const& params_;
+  Segment const& segment_;
+  int lane_ = ptx::lane_index();
+  int part_, first_token_;
+  int tokens_;  // from the first on
+
+  // Of the unit's tokens.
+  struct Rows {
+    Element const* data;
+    int stride;  // times the tokens of a window within 2^31, which dispatch/ sees to
+  };
+
+  CUTE_DEVICE Rows rows(Stage const& stage, void const* data, int64_t const (&strides)[3]) const {
+    if (params_.window_staged) return {reinterpret_cast<Element const*>(stage.block), params_.keys.head_dim};
+    return {static_cast<Element const*>(data) + window_offset(segment_, strides, first_token_),
+            static_cast<int>(strides[2])};
+  }
 
   // Zeros where there is no such token or channel: whatever lies there must not meet a weight of 0.
-  CUTE_DEVICE Element at(Element const* data, int stride, int index, int channel) const {
-    int token = first_token_ + index;
-    return token < tokens_ && channel < head_dim_ ? data[token * stride + channel] : Element(0.f);
+  CUTE_DEVICE Element at(Rows const& rows, int token, int channel) const {
+    return token < tokens_ && channel < params_.keys.head_dim ? rows.data[token * rows.stride + channel] : Element(0.f);
+  }
+
+  // A lane takes 8 neighbouring channels of every 32, of keys and of queries alike: the order of terms is free.
+  template <bool kVectorized, class FragmentS>
+  CUTE_DEVICE void multiply_vectors(Rows const& keys, Queries<Traits> const& queries, FragmentS& tCrS) const {
+    int row = 16 * part_ + lane_ / 4;
+    MMA_Atom<matmul::MmaOp<Element>> mma;
+    clear(tCrS);
+#pragma unroll(kVectorized ? 2 * kRound : 1)
+    for (int k = 0; k < Traits::kHeadDim / 32; ++k) {
+      int channel = 32 * k + 8 * (lane_ % 4);
+      uint4 a[2];
+      CUTE_UNROLL
+      for (int i = 0; i < 2; ++i)
+        a[i] = row + 8 * i < tokens_ ? vector<kVectorized>(keys.data + (row + 8 * i) * keys.stride, channel)
+                                     : make_uint4(0, 0, 0, 0);
+      Tensor tCrA = make_tensor<Element>(Shape<Shape<_2, _2, _2>, _2>{});  // (MMA,blocks of 16 channels)
+      Tensor words = recast<uint32_t>(tCrA);
+      words(0, 0) = a[0].x, words(1, 0) = a[1].x, words(2, 0) = a[0].y, words(3, 0) = a[1].y;
+      words(0, 1) = a[0].z, words(1, 1) = a[1].z, words(2, 1) = a[0].w, words(3, 1) = a[1].w;
+      CUTE_UNROLL
+      for (int n = 0; n < Traits::kRowBlocks; ++n) {
+        Tensor tCrB = make_tensor<Element>(Shape<Shape<_2, _2>, _2>{});  // (MMA,blocks of 16 channels)
+        *reinterpret_cast<uint4*>(raw_pointer_cast(tCrB.data())) = vector<kVectorized>(queries.row(n), channel);
+        cute::gemm(mma, tCrA(_, 0), tCrB(_, 0), tCrS(_, 0, n));
+        cute::gemm(mma, tCrA(_, 1), tCrB(_, 1), tCrS(_, 0, n));
+      }
+    }
+  }
+
+  // Channels [channel, channel + 8) of a row; zeros beyond the last.
+  template <bool kVectorized>
+  CUTE_DEVICE uint4 vector(Element const* row, int channel) const {
+    int head_dim = params_.keys.head_dim;
+    if constexpr (kVectorized)
+      return channel < head_dim ? *reinterpret_cast<uint4 const*>(row + channel) : make_uint4(0, 0, 0, 0);
+    Tensor elements = make_tensor<Element>(_8{});
+    CUTE_UNROLL
+    for (int i = 0; i < 8; ++i) elements(i) = channel + i < head_dim ? row[channel + i] : Element(0.f);
+    Tensor words = recast<uint32_t>(elements);
+    return make_uint4(words(0), words(1), words(2), words(3));
   }
 };
 

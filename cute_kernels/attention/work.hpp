@@ -37,14 +37,19 @@ struct Segment {
   int tokens, window_tokens;
 };
 
+// Shared memory that a WorkLine takes; stages may follow.
+constexpr int line_bytes(bool ragged, int batch) {
+  return ragged ? ((batch + 1) * static_cast<int>(sizeof(int)) + static_cast<int>(sizeof(Cut)) + 127) / 128 * 128 : 0;
+}
+
 // What a CTA knows of the line.
 template <int N>
 class WorkLine {
  public:
-  // unit_ends: in shared memory, see prepare(); unused unless ragged.
-  CUTE_DEVICE WorkLine(Params const& params, int* unit_ends) : params_(params), unit_ends_(unit_ends) {}
+  // shared: line_bytes of shared memory, at an address that takes no register: the work is looked up all over.
+  CUTE_DEVICE WorkLine(Params const& params, void* shared) : params_(params), unit_ends_(static_cast<int*>(shared)) {}
 
-  // With all threads of the CTA, which have to meet at a barrier after it if lines are ragged.
+  // With all threads of the CTA.
   CUTE_DEVICE void prepare() {
     if (!params_.ragged) return;
     for (int row = threadIdx.x; row < params_.batch; row += blockDim.x) {
@@ -52,47 +57,27 @@ class WorkLine {
       unit_ends_[row + 1] = static_cast<int>(units_of(tokens_of(sequence), window_tokens_of(sequence)));
     }
     __syncthreads();
-    if (threadIdx.x >= 32) return;
-    int lane = threadIdx.x, sum = 0;
-    if (lane == 0) unit_ends_[0] = 0;
-    for (int first = 0; first < params_.batch; first += 32) {
-      int units = first + lane < params_.batch ? unit_ends_[first + lane + 1] : 0;
-      CUTE_UNROLL
-      for (int distance = 1; distance < 32; distance *= 2) {
-        int below = __shfl_up_sync(~0u, units, distance);
-        if (lane >= distance) units += below;
-      }
-      if (first + lane < params_.batch) unit_ends_[first + lane + 1] = sum + units;
-      sum += __shfl_sync(~0u, units, 31);
-    }
-  }
-
-  // With all threads, after that barrier.
-  CUTE_DEVICE void cut() {
-    int per_segment = params_.units_per_segment.divisor;
-    part_units_ = params_.by_segments ? per_segment
-                  : params_.ragged    ? unit_ends_[params_.batch] * params_.row_segments.divisor
-                                      : segments() * per_segment;
-    params_.pieces(units_per_piece_, spare_units_, part_units_);
+    if (threadIdx.x < 32) add_up_units();
+    __syncthreads();
   }
 
   CUTE_DEVICE int segments() const { return params_.batch * params_.row_segments.divisor; }
 
   // Pieces differ by one unit at most, the longer ones spread evenly. Some are empty if there are fewer units.
   CUTE_DEVICE int piece_begin(int piece) const {
-    if (!params_.by_segments) return piece * units_per_piece_ + params_.pieces.div(piece * spare_units_);
-    int part, index;
-    params_.pieces(part, index, piece);
-    return part * part_units_ + index * units_per_piece_ + params_.pieces.div(index * spare_units_);
+    Cut const& cut = cut_of_line();
+    int part = 0, index = piece;
+    if (params_.by_segments) params_.pieces(part, index, piece);
+    return part * cut.part_units + index * cut.units_per_piece + params_.pieces.div(index * cut.spare_units);
   }
   CUTE_DEVICE UnitRange piece(int index) const { return {piece_begin(index), piece_begin(index + 1)}; }
   CUTE_DEVICE UnitRange piece_of_worker(int worker) const { return piece(blockIdx.x * params_.workers + worker); }
   CUTE_DEVICE int cta_begin(int cta) const { return piece_begin(cta * params_.workers); }
-  CUTE_DEVICE int longest() const { return units_per_piece_ + (spare_units_ > 0); }
+  CUTE_DEVICE int longest() const { return cut_of_line().units_per_piece + (cut_of_line().spare_units > 0); }
 
   // Of the whole line's.
   CUTE_DEVICE int piece_with(int unit) const {
-    float share = static_cast<float>(unit) / static_cast<float>(part_units_);
+    float share = static_cast<float>(unit) / static_cast<float>(cut_of_line().part_units);
     int piece = max(0, static_cast<int>(share * params_.pieces.divisor) - 1);  // rounding moves it by less than one
     while (piece_begin(piece + 1) <= unit) ++piece;
     return piece;
@@ -129,8 +114,32 @@ class WorkLine {
 
  private:
   Params const& params_;
-  int* unit_ends_;                                  // (batch + 1): units of one segment of every row before
-  int part_units_, units_per_piece_, spare_units_;  // a part is the line, or a segment if by_segments
+  int* unit_ends_;  // (batch + 1): units of one segment of every row before; then the cut
+
+  // In memory, not in registers, of which workers have none to spare.
+  CUTE_DEVICE Cut const& cut_of_line() const {
+    return params_.ragged ? *reinterpret_cast<Cut const*>(unit_ends_ + params_.batch + 1) : params_.cut;
+  }
+
+  // With one warp.
+  CUTE_DEVICE void add_up_units() {
+    int lane = threadIdx.x, sum = 0;
+    if (lane == 0) unit_ends_[0] = 0;
+    for (int first = 0; first < params_.batch; first += 32) {
+      int units = first + lane < params_.batch ? unit_ends_[first + lane + 1] : 0;
+      CUTE_UNROLL
+      for (int distance = 1; distance < 32; distance *= 2) {
+        int below = __shfl_up_sync(~0u, units, distance);
+        if (lane >= distance) units += below;
+      }
+      if (first + lane < params_.batch) unit_ends_[first + lane + 1] = sum + units;
+      sum += __shfl_sync(~0u, units, 31);
+    }
+    if (lane > 0) return;
+    auto& cut = *reinterpret_cast<Cut*>(unit_ends_ + params_.batch + 1);
+    cut.part_units = sum * params_.row_segments.divisor;
+    params_.pieces(cut.units_per_piece, cut.spare_units, cut.part_units);
+  }
 
   CUTE_DEVICE int sequence_of(int row) const { return params_.sequences ? __ldg(params_.sequences + row) : row; }
 

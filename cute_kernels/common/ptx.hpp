@@ -54,6 +54,13 @@ CUTE_DEVICE void append_shared_u16_if(uint32_t& address, uint32_t value, int ste
       : "memory");
 }
 
+// The lane, read anew: what is worked out from it is not held on to through loops that need the registers.
+CUTE_DEVICE int lane_index() {
+  int lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
+}
+
 // Keeps the compiler from knowing how x came about, and so from holding on to parts of that.
 CUTE_DEVICE void forget(uint32_t& x) { asm("" : "+r"(x)); }
 
@@ -102,6 +109,8 @@ CUTE_DEVICE uint64_t evict_first_policy() {
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
+
+CUTE_DEVICE void prefetch(void const* global) { asm volatile("prefetch.global.L1 [%0];" ::"l"(global)); }
 
 // Copies `bytes` (0 to 16) of 16 and fills the rest with zeros.
 CUTE_DEVICE void cp_async_16(uint32_t shared, void const* global, int bytes) {

@@ -49,6 +49,25 @@ struct Rows {
   }
 };
 
+struct WindowAccess {
+  bool vectorized, staged;
+};
+
+// How a window may be read: see Params.
+WindowAccess window_access(attention::Problem const& problem) {
+  auto in_vectors = [](void const* data, int64_t const* strides) {
+    constexpr int kVector = 8;
+    return reinterpret_cast<uintptr_t>(data) % 16 == 0 && strides[0] % kVector == 0 && strides[1] % kVector == 0 &&
+           strides[2] % kVector == 0;
+  };
+  attention::Window const& window = problem.window;
+  int head_dim = problem.keys.head_dim;
+  bool vectorized =
+      head_dim % 8 == 0 && in_vectors(window.keys, window.key_strides) && in_vectors(problem.q, problem.q_strides);
+  bool contiguous = window.key_strides[2] == head_dim && window.value_strides[2] == head_dim;
+  return {vectorized, vectorized && contiguous && in_vectors(window.values, window.value_strides)};
+}
+
 void check_sizes(attention::Problem const& problem, int64_t units) {
   if (units > INT32_MAX / 2) throw std::runtime_error("the call has more than 2^30 tiles of work; split the batch");
   auto reach = [&](int64_t const* strides) { return int64_t{problem.window.tokens} * strides[2]; };
@@ -94,7 +113,13 @@ void run(attention::Problem const& problem, void* workspace, std::string const& 
   params.query_tokens = cutlass::FastDivmod(problem.q_tokens);
 
   matmul::KernelLimits limits = kernels.limits(keys.dtype, rows.n);
-  if (params.ragged) limits.fixed_shared_bytes += (problem.batch + 1) * static_cast<int>(sizeof(int));
+  params.line_bytes = attention::line_bytes(params.ragged, problem.batch);
+  limits.fixed_shared_bytes += params.line_bytes;
+  WindowAccess access = window_access(problem);
+  params.window_vectorized = access.vectorized;
+  params.window_staged = access.staged && limits.one_ring;  // which producers fill with bulk copies
+  if (problem.window.tokens > 0 && params.window_staged)
+    limits.min_block_bytes = std::max(limits.min_block_bytes, attention::kWindowUnitTokens * keys.head_dim * 2);
   Plan plan = choose_plan(device, limits, rows.n, rows.rows, std::max(keys.max_tile_rows, values.max_tile_rows),
                           attention::kStageOrders * attention::kOrderBytes, 0, units);
   if (problem.num_splits > 0)
@@ -105,6 +130,8 @@ void run(attention::Problem const& problem, void* workspace, std::string const& 
   params.workers = plan.config.workers;
   params.pieces =
       cutlass::FastDivmod(params.by_segments ? plan.config.segment_pieces : plan.config.ctas * plan.config.workers);
+  params.cut.part_units = static_cast<int>(params.by_segments ? units_each : units);
+  params.pieces(params.cut.units_per_piece, params.cut.spare_units, params.cut.part_units);
   params.stages = plan.stages;
   kernels.launch(params, plan.config, stream);
 }

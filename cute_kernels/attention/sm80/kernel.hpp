@@ -26,12 +26,9 @@ __global__ void __launch_bounds__(32 * kMaxWarps<Traits>, 1) attention_kernel(CU
   extern __shared__ __align__(128) uint8_t shared[];
   ptx::launch_dependents();
   auto& storage = *reinterpret_cast<Storage<Traits>*>(shared);
-  uint8_t* stages = shared + kFixedBytes<Traits>;
-  WorkLine<Traits::kN> line(
-      params, reinterpret_cast<int*>(stages + params.workers * params.stages.count * params.stages.stage_bytes));
+  WorkLine<Traits::kN> line(params, shared + kFixedBytes<Traits>);
+  uint8_t* stages = shared + kFixedBytes<Traits> + params.line_bytes;
   line.prepare();
-  if (params.ragged) __syncthreads();
-  line.cut();
   Worker<Traits> worker(threadIdx.x / 32);
   UnitRange piece = line.piece_of_worker(worker.index);
   WorkerPipeline<Traits> pipeline(params, line, stages, worker, piece);

@@ -44,7 +44,7 @@ class SegmentResults {
               params_.cluster > 1 ? cooperative_groups::cluster_group::map_shared_rank(shares, cta) : shares;
 #pragma unroll 2
           for (int piece = summand; piece < pieces_; piece += kSummands)
-            sum.add(from[i / items_ * pieces_ + piece], first_item_ + i % items_);
+            sum.add(RunningSum<Traits>(from[i / items_ * pieces_ + piece], first_item_ + i % items_));
         }
       }
       CUTE_UNROLL

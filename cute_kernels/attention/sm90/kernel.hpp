@@ -12,11 +12,11 @@ using matmul::sm90::kMaxThreads;
 using matmul::sm90::kWarpgroupThreads;
 using matmul::sm90::kWarpgroupWarps;
 
-// By the registers that the compiler needs.
+// By the registers that the compiler needs; with three the kernel of D 256 spills.
 template <class Traits>
-inline constexpr int kMaxWarpgroups = Traits::kRegisters <= 104   ? 4
-                                      : Traits::kRegisters <= 140 ? 3
-                                                                  : 2;
+inline constexpr int kMaxWarpgroups = Traits::kRegisters <= 104 ? 4 : 2;
+template <class Traits>
+inline constexpr int kProducerRegisters = kMaxWarpgroups<Traits> == 4 ? 56 : 88;
 
 inline constexpr int kWorkersBarrier = 0;
 
@@ -69,14 +69,11 @@ __global__ void __launch_bounds__(kMaxThreads<kMaxWarpgroups<Traits>>, 1)
   extern __shared__ __align__(128) uint8_t shared[];
   ptx::launch_dependents();
   auto& storage = *reinterpret_cast<Storage<Traits>*>(shared);
-  StageRing ring{params.ring, storage.barriers, shared + kFixedBytes<Traits>, Traits::kWorkerWarps};
-  WorkLine<Traits::kN> line(params,
-                            reinterpret_cast<int*>(ring.data + params.stages.count * params.stages.stage_bytes));
+  WorkLine<Traits::kN> line(params, shared + kFixedBytes<Traits>);
+  StageRing ring{params.ring, storage.barriers, shared + kFixedBytes<Traits> + params.line_bytes, Traits::kWorkerWarps};
   line.prepare();
-  if (params.ragged) __syncthreads();
-  line.cut();
 
-  matmul::sm90::split_roles<kMaxWarpgroups<Traits>>(
+  matmul::sm90::split_roles<kMaxWarpgroups<Traits>, kProducerRegisters<Traits>>(
       [&](int producer) { load_tiles(params, line, ring, producer); },
       [&] {
         Worker<Traits> worker(__shfl_sync(~0u, threadIdx.x / 32, 0));

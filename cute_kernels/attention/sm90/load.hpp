@@ -13,11 +13,12 @@ using matmul::sm90::StageRing;
 
 inline constexpr int kStagesAhead = 16;  // at most, beyond one a worker: more would not come any sooner
 
-// Stages of a unit of the window, and those beyond a shorter piece's end, stay empty.
+// Stages beyond a shorter piece's end stay empty, and so do those of the window if its tokens are not staged.
 template <int N>
 struct Slot {
   bool is_value = false;
-  int tile = 0, first_row = 0, rows = 0;  // no rows: empty
+  int rows = 0;                 // of a tile's block; below 0: -tokens of the window; 0: nothing
+  int tile = 0, first_row = 0;  // of the window: the low and the high half of their offset in elements
 
   CUTE_DEVICE Slot(RingParams const& params, WorkLine<N> const& line, int number) {
     int turn, worker;
@@ -26,7 +27,15 @@ struct Slot {
     UnitRange piece = line.piece_of_worker(worker);
     int unit = piece.begin + turn / 2;
     if (unit >= piece.end) return;
-    StageSource source(params, line.segment_with(unit), unit, is_value);
+    Segment segment = line.segment_with(unit);
+    StageSource source(params, segment, unit, is_value);
+    if (source.window_tokens > 0) {
+      Window const& window = params.window;
+      int64_t offset = window_offset(segment, is_value ? window.value_strides : window.key_strides,
+                                     (unit - segment.units.begin) * kWindowUnitTokens);
+      rows = -source.window_tokens;
+      tile = static_cast<int>(offset), first_row = static_cast<int>(offset >> 32);
+    }
     if (source.tile < 0) return;
     tile = static_cast<int>(source.tile);
     first_row = static_cast<int>(source.view(params).first_row(tile));
@@ -39,6 +48,13 @@ struct Slot {
     auto policy = static_cast<uint64_t>(params.row_blocks.divisor == 1 ? TMA::CacheHintSm90::EVICT_FIRST
                                                                        : TMA::CacheHintSm90::EVICT_NORMAL);
     Stage stage(params.stages, to);
+    if (rows < 0) {
+      auto const* from = static_cast<uint16_t const*>(is_value ? params.window.values : params.window.keys);
+      int bytes = -rows * params.keys.head_dim * static_cast<int>(sizeof(*from));
+      full.arrive_and_expect_tx(bytes);
+      from += int64_t{first_row} << 32 | static_cast<uint32_t>(tile);
+      return ptx::bulk_copy(stage.block, from, bytes, &full, policy);
+    }
     bool own_order = !is_value || params.erases, value_order = !is_value && params.own_orders;
     int bytes = rows * format::kRowBytes;
     full.arrive_and_expect_tx(bytes + (own_order + value_order) * kOrderBytes);
