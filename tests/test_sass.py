@@ -58,7 +58,7 @@ def test_sm90_products(kernels):
         pytest.skip("this library has no products for 9.0")
     assert {kernel.arch for kernel in products} == {"sm_90a"}
     assert missing_products(kernels, "sm_90a", "warps", (8, 16)) == []
-    assert missing_products(kernels, "sm_90a", "warpgroups", (32, 64), ("sparse_av",)) == []
+    assert missing_products(kernels, "sm_90a", "warpgroups", (32, 64)) == []
 
 
 def missing_products(kernels: list[dump.Kernel], arch: str, kind: str, rows: tuple[int, ...],

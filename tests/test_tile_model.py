@@ -127,16 +127,28 @@ def test_many_rows_of_values_are_a_warpgroups():
     few, many = (counts.Tile.of(make_case("sparse_av", f"8,32,8,{q},4096,128", 38, backend="sm90")) for q in (4, 16))
     assert (few.n, few.worker_warps, many.n, many.worker_warps) == (16, 1, 64, 4)
     assert many.instructions["HMMA"] == 0 and many.instructions["HGMMA"] == 4 * 8
-    keys = counts.Tile.of(make_case("sparse_qk", "8,32,8,16,4096,128", 38, backend="sm90"))
-    assert (keys.n, keys.worker_warps) == (16, 1)
     plan = products.best(H200, make_case("sparse_av", "8,32,8,16,4096,128", 38, backend="sm90"))
     assert plan.warps == 4 * plan.workers == 12 and plan.registers == 152
 
 
-def compiled(backend: str, op: str, tile: counts.Tile) -> dict[str, dict[str, int]]:
+def test_many_rows_of_keys_are_a_warpgroups():
+    """Beyond 16 a pass over the cache takes 64 rows, which costs less than two passes of 16."""
+    def us(queries: int) -> float:
+        return products.best(H200, make_case("sparse_qk", f"8,32,8,{queries},16384,128", 38, backend="sm90")).us
+
+    assert us(16) < 2 * us(4) and us(17) > 1.5 * us(16)
+    for head_dim, warps in ((64, 16), (128, 16), (256, 12)):
+        case = make_case("sparse_qk", f"8,32,8,16,4096,{head_dim}", head_dim * 3 // 10, backend="sm90")
+        tile, plan = counts.Tile.of(case), products.best(H200, case)
+        assert (tile.n, tile.worker_warps, plan.warps) == (64, 4, warps)
+        for row in compiled("sm90", "sparse_qk", tile, "warpgroups").values():
+            assert 4 * row["HGMMA"] == tile.instructions["HGMMA"] and row["registers"] <= plan.registers
+
+
+def compiled(backend: str, op: str, tile: counts.Tile, kind: str = "") -> dict[str, dict[str, int]]:
     """A tile's kernels in the manifest."""
     _, kernels = manifest.load()
-    name = f"{op}_{KINDS[backend]}<Traits<{tile.role},f16,{tile.head_dim},{tile.n}>"
+    name = f"{op}_{kind or KINDS[backend]}<Traits<{tile.role},f16,{tile.head_dim},{tile.n}>"
     return {key: row for key, row in kernels.items() if name in key}
 
 

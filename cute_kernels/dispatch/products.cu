@@ -33,8 +33,7 @@ struct Sm80 {
 struct Sm90 {
   template <Role kRole, int kHeadDim>
   static Kernels kernels() {
-    return {kRole == Role::kKey ? 16 : 64, 4, matmul::sm90::limits<kRole, kHeadDim>,
-            matmul::sm90::launch<kRole, kHeadDim>};
+    return {64, 4, matmul::sm90::limits<kRole, kHeadDim>, matmul::sm90::launch<kRole, kHeadDim>};
   }
 };
 

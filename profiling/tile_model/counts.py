@@ -1,7 +1,7 @@
 """What one tile of the sparse products uses: registers, bytes, instructions by pipe.
 
 A tile is 64 tokens of one KV head times the head's channels, 2 D elements a lane. A warp multiplies it by N query rows;
-on CC 9.0 a warpgroup multiplies values by more rows than a warp takes, a quarter of the tile in each of its warps.
+on CC 9.0 a warpgroup multiplies by more rows than a warp takes, a quarter of the tile in each of its warps.
 Instructions of the decoder are counted from decompress.hpp, those around it come from counters:
 
     an element of a lane  1 LDS, 1 IDP (for four: two addresses and two advances by dp4a), 0.5 PRMT, 0.25 LOP3,
@@ -15,7 +15,9 @@ Instructions of the decoder are counted from decompress.hpp, those around it com
                           aligned, 175 of them the rest, and its producers are taken to be those of sparse_qk, some 50
     by warpgroups         a warp finds its quarter by the words before it, a warpgroup issues 4 x 8 HGMMA at D 128; the
                           rest is that of p: 81 a row in the machine code (884 and 1536 in the loop of a warp at N 32
-                          and 64), taken to be 97, for 32 rows more took 29 clocks a row and tile (profiling/NOTES.md)
+                          and 64), taken to be 97, for 32 rows more took 29 clocks a row and tile (profiling/NOTES.md);
+                          that of keys is 520 and 6.4 a row: 415 and 470 in the loop of a warp at N 32 and 64 if rows of
+                          the output are on 16 bytes, and producers as above
 """
 
 from __future__ import annotations
@@ -31,13 +33,13 @@ ORDER_BYTES = TILE_TOKENS
 OFFSET_BYTES = 4
 HEAD_DIMS = (64, 128, 256)
 ROW_BLOCKS = {("sm80", "key"): (8, 16), ("sm80", "value"): (8, 16),  # N
-              ("sm90", "key"): (8, 16), ("sm90", "value"): (8, 16, 32, 64)}
+              ("sm90", "key"): (8, 16, 32, 64), ("sm90", "value"): (8, 16, 32, 64)}
 WARP_ROWS = 16           # the largest N of a warp; more are a warpgroup's
 
 # Registers besides accumulators and B fragments, or a warpgroup's A fragments: traits.hpp of the kernels, from the
 # compiler's reports.
 WORKING_REGISTERS = {("key", 8): 64, ("key", 16): 64, ("value", 8): 84, ("value", 16): 90,
-                     ("value", 32): 44, ("value", 64): 44}
+                     ("key", 32): 40, ("key", 64): 40, ("value", 32): 44, ("value", 64): 44}
 
 # A stream is as long as the longest of 64; balanced streams exceed the mean by this many standard deviations of
 # a binomial count, and the longest of all tiles by as many rows more (profiling/NOTES.md, token order; 2048 to 16384
@@ -48,9 +50,11 @@ LONGEST_TILE_ROWS = 3
 REST = {("sm80", "key"): 392 - 4 * 12, ("sm80", "value"): 392 + 198 - 4 * 12,
         ("sm90", "key"): 298 - 4 * 12, ("sm90", "value"): 175 + 50 - 4 * 12}
 REST_A_ROW = 12
-WARPGROUP_REST_A_ROW = 97
+WARPGROUP_REST = {"key": 520, "value": 0}
+WARPGROUP_REST_A_ROW = {"key": 6.4, "value": 97}
 BARRIER_BYTES = 3 * 8 * 48  # of a CTA on CC 9.0
 CONFLICTS = 2.0          # wavefronts of an access in the order of tokens, which no layout can foresee (assumed)
+MATRIX_CONFLICTS = 2.6   # of 8 rows of 16 bytes that lie at random
 
 
 @dataclass(frozen=True)
@@ -112,6 +116,16 @@ class Tile:
         return m * self.n // (32 * self.worker_warps) + operand + WORKING_REGISTERS[self.role, self.n]
 
     @property
+    def most_warpgroups(self) -> int:
+        """That kernels are compiled for, for want of shared memory: traits.hpp of the warpgroups."""
+        return 3 if self.worker_warps > 1 and self.role == "key" and self.n * self.head_dim > 64 * 128 else 4
+
+    @property
+    def logits_bytes(self) -> int:
+        """Of 16 bits."""
+        return 2 * self.n * TILE_TOKENS
+
+    @property
     def p_row_bytes(self) -> int:
         """One row of p in a stage; none for keys."""
         return 0 if self.role == "key" else TILE_TOKENS * self.element_bytes + 16
@@ -147,28 +161,35 @@ class Tile:
         rest = REST[self.backend, self.role] + REST_A_ROW * self.rows
         if self.worker_warps > 1:
             mma = {"HMMA": 0.0, "HGMMA": e / 8}
-            rest = WARPGROUP_REST_A_ROW * self.rows
+            rest = WARPGROUP_REST[self.role] + WARPGROUP_REST_A_ROW[self.role] * self.rows
         return {"LDS": e + w + before, "IDP": 1.0 * e, "IMAD": 0.25 * e, "PRMT": 0.5 * e, "LOP3": 0.25 * e,
                 "SHF": 0.25 * e + 3.0 * w, "POPC": w + before, "other": 2.0 * w, **mma, "rest": rest}
 
     @property
     def wavefronts(self) -> float:
         """Of shared memory: loads of the decoder, the copies' writes, and the exchange of logits or loads of p; HGMMAs
-        read B once each, which was written once."""
+        read B once each, of which p was written once for the tile."""
         exchange = TILE_TOKENS * self.n / 32 * CONFLICTS + (2.0 * self.rows if self.role == "key" else 0)
         if self.worker_warps > 1:
-            exchange += self.rows + self.instructions["HGMMA"] / 4 * self.n * 16 * self.element_bytes / ROW_BYTES
+            if self.role == "key":
+                exchange = self.logits_bytes / ROW_BYTES * (MATRIX_CONFLICTS + 1)
+            else:
+                exchange += self.rows
+            exchange += self.instructions["HGMMA"] / 4 * self.n * 16 * self.element_bytes / ROW_BYTES
         return self.instructions["LDS"] + self.copied_bytes / ROW_BYTES + exchange
 
     def fixed_bytes(self, warpgroups: int) -> int:
         """Shared memory of a CTA besides stages, if at most so many warpgroups work: on CC 9.0 barriers, and a
-        warpgroup's p in order, twice, with its scales."""
+        warpgroup's q and two tiles' logits, or p in order, twice, with its scales."""
         if self.backend == "sm80":
             return 4 * 4 * warpgroups if self.role == "value" else 0
         if self.worker_warps == 1:
             return _aligned(BARRIER_BYTES + 4 * 16)
-        ordered = 2 * self.n * TILE_TOKENS * self.element_bytes + 4 * 4 * self.n
-        return _aligned(warpgroups * _aligned(ordered, 1024) + BARRIER_BYTES, 1024)
+        if self.role == "key":
+            operand = self.n * self.head_dim * self.element_bytes + 2 * self.logits_bytes
+        else:
+            operand = 2 * self.n * TILE_TOKENS * self.element_bytes + 4 * 4 * self.n
+        return _aligned(warpgroups * _aligned(operand, 1024) + BARRIER_BYTES, 1024)
 
 
 def _aligned(size: int, unit: int = 128) -> int:

@@ -145,8 +145,9 @@ def best(device: Device, case: Case) -> Plan:
 
 
 def _fixed_bytes(device: Device, tile: Tile, warps: int) -> int:
-    """Of a CTA; the kernel is compiled for the most warps that registers allow."""
-    return tile.fixed_bytes(max((w for w in WARPS if fits_registers(device, tile, w)), default=warps) // 4)
+    """Of a CTA; the kernel is compiled for the most warps that registers and shared memory allow."""
+    fitting = (w for w in WARPS if fits_registers(device, tile, w) and w <= 4 * tile.most_warpgroups)
+    return tile.fixed_bytes(max(fitting, default=warps) // 4)
 
 
 def _stages(device: Device, tile: Tile, warps: int) -> tuple[int, ...]:
@@ -181,6 +182,8 @@ def _plan(device: Device, case: Case, tile: Tile, warps: int, stages: int) -> Pl
     rejected = ""
     if not fits_registers(device, tile, warps):
         rejected = f"{tile.registers} registers a thread of {registers} there are"
+    elif warps > 4 * tile.most_warpgroups:
+        rejected = f"{warps // 4} warpgroups of {tile.most_warpgroups} that shared memory always holds"
     elif shared > device.shared_bytes:
         rejected = f"{shared} bytes of shared memory of {device.shared_bytes}"
     return Plan(warps, workers, stages, registers, shared, in_flight, clocks, rounds, math.inf if rejected else us,

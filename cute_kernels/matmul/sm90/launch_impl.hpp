@@ -5,21 +5,19 @@
 #include "cute_kernels/matmul/launch_combine.hpp"
 #include "cute_kernels/matmul/sm90/tensor_map.hpp"
 #include "cute_kernels/matmul/sm90/warp_kernels.hpp"
+#include "cute_kernels/matmul/warpgroup/multiply_keys.hpp"
 #include "cute_kernels/matmul/warpgroup/multiply_values.hpp"
 
 namespace cute_kernels::matmul::sm90 {
 
 // Calls f with the traits of a (dtype, N): a warp multiplies up to 16 rows with mma.sync, a warpgroup more with WGMMA.
-// Keys take 16 rows a pass at most: writing 64 rows of logits from a warpgroup was slower than four passes.
 template <Role kRole, int kHeadDim, class F>
 auto visit_traits(format::DType dtype, int n, F&& f) {
   auto visit_n = [&](auto element) {
     using Element = decltype(element);
     if (n == 8) return f(Traits<kRole, Element, kHeadDim, 8>{});
-    if constexpr (kRole == Role::kValue) {
-      if (n == 32) return f(warpgroup::Traits<Element, kHeadDim, 32>{});
-      if (n == 64) return f(warpgroup::Traits<Element, kHeadDim, 64>{});
-    }
+    if (n == 32) return f(warpgroup::Traits<kRole, Element, kHeadDim, 32>{});
+    if (n == 64) return f(warpgroup::Traits<kRole, Element, kHeadDim, 64>{});
     return f(Traits<kRole, Element, kHeadDim, 16>{});
   };
   return dtype == format::DType::kFloat16 ? visit_n(half_t{}) : visit_n(bfloat16_t{});
@@ -56,9 +54,14 @@ template <Role kRole, int kHeadDim>
 void launch(Params const& params, Config const& config, cudaStream_t stream) {
   visit_traits<kRole, kHeadDim>(params.sparse.dtype, config.n, [&](auto traits) {
     using T = decltype(traits);
-    bool converts = params.dense.dtype != params.sparse.dtype;
-    if constexpr (kRole == Role::kKey) {
+    [[maybe_unused]] bool converts = params.dense.dtype != params.sparse.dtype;
+    if constexpr (kRole == Role::kKey && kByWarps<T>) {
       launch_product(sparse_qk_warps<T>, params, config, 32, kWarpFixedBytes, stream);
+    } else if constexpr (kRole == Role::kKey) {
+      using warpgroup::sparse_qk_warpgroups;
+      bool wide = params.out_dtype == format::DType::kFloat32;
+      launch_product(wide ? sparse_qk_warpgroups<T, true> : sparse_qk_warpgroups<T, false>, params, config,
+                     kWarpgroupThreads, warpgroup::kFixedBytes<T>, stream);
     } else if constexpr (kByWarps<T>) {
       launch_product(converts ? sparse_av_warps<T, true> : sparse_av_warps<T, false>, params, config, 32,
                      kWarpFixedBytes, stream);

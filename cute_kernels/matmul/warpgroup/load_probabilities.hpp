@@ -10,7 +10,7 @@ namespace cute_kernels::matmul::warpgroup {
 template <class Traits, bool kConverts>
 class ProbabilityLoader {
  public:
-  CUTE_DEVICE ProbabilityLoader(WarpgroupStorage<Traits>& storage, int warp) : storage_(storage) {
+  CUTE_DEVICE ProbabilityLoader(ValueStorage<Traits>& storage, int warp) : storage_(storage) {
     int lane = threadIdx.x % 32;
     if (lane < kRowsAWarp) storage.seen[warp + lane * kWarpgroupWarps] = kLowest;  // only this warp uses those
     __syncwarp();
@@ -60,7 +60,7 @@ class ProbabilityLoader {
   static constexpr bool kScales = kConverts && std::is_same_v<Element, half_t>;
   static constexpr int kRowsAWarp = Traits::kN / kWarpgroupWarps;
 
-  WarpgroupStorage<Traits>& storage_;
+  ValueStorage<Traits>& storage_;
 
   CUTE_DEVICE int exponent(int turn, int n, int column) const {
     return storage_.exponent[turn][8 * n + 2 * (threadIdx.x % 4) + column];

@@ -11,7 +11,6 @@ template <class Traits>
 class QuarterTile {
  public:
   using Element = typename Traits::Element;
-  static constexpr int kAtoms = Traits::kStepWords * Traits::kWordAtoms;
 
   CUTE_DEVICE QuarterTile(uint8_t const* block, int warp)
       : column_(cast_smem_ptr_to_uint(block) + 4 * (threadIdx.x % 32)),
@@ -20,9 +19,9 @@ class QuarterTile {
 
   // Elements of the step's words, (MMA,1,ATOMS).
   CUTE_DEVICE auto decompress(int step) {
-    Tensor tCrA = make_tensor<Element>(Shape<Shape<_2, _2, _2>, _1, Int<kAtoms>>{});
+    Tensor tCrA = make_tensor<Element>(Shape<Shape<_2, _2, _2>, _1, Int<Traits::kStepAtoms>>{});
     Tensor registers = coalesce(recast<uint32_t>(tCrA));
-    CUTE_STATIC_ASSERT_V(size(registers) == Int<4 * kAtoms>{});
+    CUTE_STATIC_ASSERT_V(size(registers) == Int<4 * Traits::kStepAtoms>{});
     if constexpr (Traits::kStepWords == 2)
       decompress64(word(2 * step), word(2 * step + 1), at_, registers);
     else
@@ -40,19 +39,21 @@ class QuarterTile {
   }
 };
 
-// tCrC += the step's atoms times B. Does not wait.
+// tCrC += the step's atoms times B; of keys, whose accumulators are a tile's, the first atom begins the sum. Does not
+// wait.
 template <class Traits, class FragmentA, class FragmentB, class FragmentC>
 CUTE_DEVICE void multiply_step(int step, FragmentA const& tCrA /* (MMA,1,ATOMS) */,
                                FragmentB const& tCrB /* (MMA,MMA_N,MMA_K) */, FragmentC& tCrC /* (MMA,MMA_M,MMA_N) */) {
   CUTE_STATIC_ASSERT_V(size<1>(tCrB) == _1{});
-  CUTE_STATIC_ASSERT_V(size<2>(tCrB) == Int<Traits::kK / 16>{});
+  CUTE_STATIC_ASSERT_V(size<2>(tCrB) == Int<Traits::kAtomsAlongK>{});
   CUTE_STATIC_ASSERT_V(size<1>(tCrC) == Int<Traits::kBlocksM>{});
   typename Traits::TiledMma mma;
   warpgroup_fence_operand(tCrC);
   warpgroup_arrive();
   CUTE_UNROLL
   for (int i = 0; i < size<2>(tCrA); ++i) {
-    int m = step * Traits::kStepWords + i / Traits::kWordAtoms, k = i % Traits::kWordAtoms;
+    int atom = step * Traits::kStepAtoms + i, m = atom / Traits::kAtomsAlongK, k = atom % Traits::kAtomsAlongK;
+    if constexpr (Traits::kIsKey) mma.accumulate_ = k == 0 ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One;
     cute::gemm(mma, tCrA(_, 0, i), tCrB(_, 0, k), tCrC(_, m, 0));
   }
   warpgroup_commit_batch();

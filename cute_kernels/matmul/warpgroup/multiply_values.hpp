@@ -9,7 +9,7 @@ namespace cute_kernels::matmul::warpgroup {
 
 // All tiles of a warpgroup's piece. kConverts: p is not in the type of V. Leaves a partial of every segment.
 template <class Traits, bool kConverts>
-CUTE_DEVICE void multiply_values(TmaParams const& params, WarpgroupStorage<Traits>& storage, Worker& worker) {
+CUTE_DEVICE void multiply_values(TmaParams const& params, ValueStorage<Traits>& storage, Worker& worker) {
   typename Traits::TiledMma mma;
   Tensor sB = make_tensor(make_smem_ptr(storage.b), typename Traits::SmemLayoutB{});  // (BLK_N,BLK_K,PIPE)
   auto thr_mma = mma.get_slice(worker.thread());
@@ -50,17 +50,9 @@ __global__ void __launch_bounds__(sm90::kMaxThreads<Traits::kMaxWarpgroups>, 1)
     sparse_av_warpgroups(CUTE_GRID_CONSTANT TmaParams const params) {
   extern __shared__ __align__(1024) uint8_t bytes[];
   ptx::launch_dependents();
-  auto& shared = *reinterpret_cast<SharedStorage<Traits>*>(bytes);
-  StageRing ring{params.ring, shared.barriers, bytes + kFixedBytes<Traits>, kWarpgroupWarps};
-  sm90::split_roles<Traits::kMaxWarpgroups>(
-      [&](int producer) { sm90::load_tiles<false, Traits::kN>(params, ring, producer); },
-      [&] {
-        int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), index = warp / kWarpgroupWarps;
-        if (warp % kWarpgroupWarps == 0) ring.open(index);
-        ring.join();
-        Worker worker{index, warp % kWarpgroupWarps, sm90::piece_of_worker(params, index), {ring, index}};
-        multiply_values<Traits, kConverts>(params, shared.warpgroup[index], worker);
-      });
+  run_warpgroups<Traits>(params, bytes, [&](Worker& worker, ValueStorage<Traits>& storage) {
+    multiply_values<Traits, kConverts>(params, storage, worker);
+  });
 }
 
 }  // namespace cute_kernels::matmul::warpgroup

@@ -1,4 +1,4 @@
-// The compile-time shape of sparse_av by warpgroups (CC 9.0), for many query rows.
+// The compile-time shape of a product by warpgroups (CC 9.0), for many query rows.
 #pragma once
 
 #include <cute/arch/mma_sm90.hpp>
@@ -14,39 +14,47 @@ using namespace cute;
 using sm90::kWarpgroupThreads;
 using sm90::kWarpgroupWarps;
 
-// A warpgroup multiplies whole tiles of values with WGMMA: A, the compressed tile, comes from registers, a quarter of
-// the channels from each warp; B, N rows of p, lies in shared memory, swizzled. Accumulators are O^T (channels x rows).
-template <class Element_, int kHeadDim_, int kN_>
+// A warpgroup multiplies whole tiles with WGMMA: A, the compressed tile, comes from registers, a quarter of its rows
+// along M from each warp; B, N rows of q or p, lies in shared memory, swizzled. Accumulators are S^T (tokens x rows) or
+// O^T (channels x rows).
+template <format::Role kRole_, class Element_, int kHeadDim_, int kN_>
 struct Traits {
   using Element = Element_;
+  static constexpr format::Role kRole = kRole_;
+  static constexpr bool kIsKey = kRole == format::Role::kKey;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kN = kN_;
-  static constexpr int kM = kHeadDim;
-  static constexpr int kK = format::kTileTokens;
+  static constexpr int kM = kIsKey ? format::kTileTokens : kHeadDim;
+  static constexpr int kK = kIsKey ? kHeadDim : format::kTileTokens;
 
   using TiledMma = decltype(make_tiled_mma(
       GMMA::rs_op_selector<Element, Element, float, Shape<_64, Int<kN>, _16>, GMMA::Major::K, GMMA::Major::K>()));
   static_assert(size(TiledMma{}) == kWarpgroupThreads);
   static constexpr int kBlocksM = kM / 64;  // WGMMAs side by side
 
-  // B as WGMMA reads it: K-major rows of 128 bytes, 16-byte units swizzled; one for the tile that is multiplied and one
-  // for the tile whose p is being put in order.
+  // B as WGMMA reads it: K-major rows of 128 bytes, 16-byte units swizzled. q stays for a segment; of p one is for the
+  // tile that is multiplied and one for the tile whose p is being put in order.
   using SmemLayoutB = decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{},
-                                             Shape<Int<kN>, Int<kK>, _2>{}));  // (BLK_N,BLK_K,PIPE)
+                                             Shape<Int<kN>, Int<kK>, Int<kIsKey ? 1 : 2>>{}));  // (BLK_N,BLK_K,PIPE)
 
-  // A warp decodes a quarter of the tile's bitmap words, two at a time where there are two. A word is 16 channels by
-  // all tokens: the 4 atoms along K of one block of M.
+  // A warp decodes a quarter of the tile's bitmap words, two at a time where there are two. A word is 4 atoms, which
+  // run along K first: keys, 16 tokens by 64 channels; values, 16 channels by all tokens.
   static constexpr int kWords = format::bitmap_rows(kHeadDim) / kWarpgroupWarps;
-  static_assert(kWords == kBlocksM);
   static constexpr int kStepWords = kWords < 2 ? kWords : 2;
   static constexpr int kSteps = kWords / kStepWords;
-  static constexpr int kWordAtoms = kK / 16;
+  static constexpr int kStepAtoms = kStepWords * format::kWordElements / 8;
+  static constexpr int kAtomsAlongK = kK / 16;
+  static_assert(kSteps * kStepAtoms == kBlocksM * kAtomsAlongK);
 
   // Registers of a worker's thread: accumulators, A fragments of a step, and what addresses, words and p take by the
   // compiler's reports.
   static constexpr int kAccumulators = kM * kN / kWarpgroupThreads;
-  static constexpr int kRegisters = kAccumulators + 16 * kStepWords + 44;
-  static constexpr int kMaxWarpgroups = kRegisters <= 104 ? 4 : kRegisters <= 152 ? 3 : 2;
+  static constexpr int kRegisters = kAccumulators + 16 * kStepWords + (kIsKey ? 40 : 44);
+
+  // Each has its q or p in shared memory: two tiles of any pattern must fit beside them all.
+  static constexpr int kMostByMemory = kIsKey && kN * kHeadDim > 64 * 128 ? 3 : 4;
+  static constexpr int kMostByRegisters = kRegisters <= 104 ? 4 : kRegisters <= 152 ? 3 : 2;
+  static constexpr int kMaxWarpgroups = kMostByRegisters < kMostByMemory ? kMostByRegisters : kMostByMemory;
 };
 
 }  // namespace cute_kernels::matmul::warpgroup
