@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from collections.abc import Callable
 
@@ -15,22 +16,25 @@ from torch import Tensor
 
 from cute_kernels import _pages
 from cute_kernels._extension import _C
+from cute_kernels._slot_rows import SlotRows
 
 DEVICE = torch.device("cuda")
-KINDS = ("gaussian", "lognormal", "lognormal 1.5", "outliers", "tokens")
+KINDS = ("gaussian", "lognormal", "lognormal 1.5", "outliers", "outliers in both", "tokens")
 HEADS, TILES = 8, 2048  # of one call
 
 
 def caches(kind: str, head_dim: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
-    """k, v (1, HEADS, 64 TILES, D). Channels that are always kept, one to eight of a head, only keys have."""
+    """k, v (1, HEADS, 64 TILES, D). Outliers: channels that are always kept, one to eight of a head, of keys unless of
+    both."""
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, device=DEVICE, generator=rng)
 
     k, v = (normal(1, HEADS, TILES * _pages.TILE_TOKENS, head_dim) for _ in range(2))
-    if kind == "outliers":
-        for head in range(HEADS):
-            k[0, head, :, torch.randperm(head_dim, device=DEVICE, generator=rng)[: head + 1]] *= 35
+    if kind.startswith("outliers"):
+        for x in (k,) if kind == "outliers" else (k, v):
+            for head in range(HEADS):
+                x[0, head, :, torch.randperm(head_dim, device=DEVICE, generator=rng)[: head + 1]] *= 35
     elif kind != "gaussian":
         sigma = 1.5 if kind == "lognormal 1.5" else 1.0
         for x in (k, v):
@@ -42,11 +46,11 @@ def caches(kind: str, head_dim: int, rng: torch.Generator) -> tuple[Tensor, Tens
 
 def trimmed(kind: str, head_dim: int, keep: int, more_rows: int, tiles: int) -> dict[str, object]:
     padded = _C.format.padded_head_dim(head_dim)
-    rows = [min(_pages.slot_rows(padded, keep, role) + more_rows, _C.format.max_tile_rows(padded)) for role in
-            ("key", "value")]
+    rows = SlotRows.holding(padded, keep, keep)
+    rows = dataclasses.replace(rows, both=min(rows.both + more_rows, rows.keys + rows.values))
     pool = _pages.Pool.allocate(
         pages=TILES, sequences=1, pages_per_sequence=TILES, kv_heads=HEADS, head_dim=head_dim, dtype=torch.float16,
-        device=DEVICE, key_keep=keep, value_keep=keep, key_slot_rows=rows[0], value_slot_rows=rows[1],
+        device=DEVICE, key_keep=keep, value_keep=keep, slot_rows=rows,
     )
     pool.page_table.copy_(torch.arange(TILES)[None])
     zero = torch.zeros(1, dtype=torch.int32, device=DEVICE)
@@ -57,7 +61,7 @@ def trimmed(kind: str, head_dim: int, keep: int, more_rows: int, tiles: int) -> 
         _pages.store(pool, *caches(kind, head_dim, rng), zero, zero, True)
         longest = [max(a, int(b.max())) for a, b in zip(longest, (pool.key_rows, pool.value_rows))]
     shares = (pool.dropped[:, 0] / (calls * HEADS * TILES)).tolist()
-    return {"D": head_dim, "keep": keep, "rows": rows, "kind": kind, "tiles": calls * HEADS * TILES,
+    return {"D": head_dim, "keep": keep, "rows": dataclasses.astuple(rows), "kind": kind, "tiles": calls * HEADS * TILES,
             "trimmed": [f"{share:.1e}" for share in shares], "nonzeros": pool.dropped[:, 1].tolist(),
             "longest": longest}  # fmt: skip
 

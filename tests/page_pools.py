@@ -74,10 +74,8 @@ def check_tiles(pool: _pages.Pool, sequence: int, first_tile: int, k: torch.Tens
     for i, (x, role, keep, actual) in enumerate(
         ((k, "key", pool.key_keep, loaded[0]), (v, "value", pool.value_keep, loaded[1]))
     ):
-        blocks, rows = (pool.key_blocks, pool.key_rows) if i == 0 else (pool.value_blocks, pool.value_rows)
         channels = pool.key_channels if i == 0 else pool.value_channels
         bitmap_rows = _C.format.bitmap_rows(channels.shape[-1])
-        most = blocks.shape[1] - bitmap_rows
         pruned = oracle.prune(x.cpu(), keep or None)
         for head in range(pool.kv_heads):
             channel_order = channels[sequence, head].cpu().numpy()
@@ -88,9 +86,14 @@ def check_tiles(pool: _pages.Pool, sequence: int, first_tile: int, k: torch.Tens
                 token_order = pool.token_order[slot].cpu().numpy()
                 assert sorted(token_order) == list(range(TILE))
                 part = slice(tile * TILE, (tile + 1) * TILE)
-                expected, lost = trimmed(pruned[head, part], role, token_order, channel_order, most)
+                first = 0 if i == 0 else int(pool.key_rows[slot])  # values follow the keys
+                most = pool.slot_rows.keys if i == 0 else min(pool.slot_rows.values, pool.slot_rows.both - first)
+                expected, lost = trimmed(pruned[head, part], role, token_order, channel_order, most - bitmap_rows)
                 assert oracle.same_bits(actual[head, part].contiguous(), expected), (role, head, tile)
-                assert bitmap_rows <= int(rows[slot]) <= blocks.shape[1]
+                rows = int((pool.key_rows if i == 0 else pool.value_rows)[slot])
+                assert bitmap_rows <= rows <= most and (not lost or rows == most)
+                bitmap = pool.blocks[slot, first : first + bitmap_rows].cpu().numpy().view(np.uint8)
+                assert np.unpackbits(bitmap).sum() == int((expected != 0).sum())
                 counts[i][0] += lost > 0
                 counts[i][1] += lost
     return counts

@@ -14,33 +14,57 @@ TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 
 class Pool:
-    """A SparseKV's tiles in pages, in an order of their own; slots that no page uses are full of ones."""
+    """The tiles of a SparseKV of keys and one of values in pages, in an order of their own; what no page uses of the
+    slots, `spare` rows of each and more, is full of ones."""
 
-    def __init__(self, kv: ck.SparseKV, tiles_per_page: int, page_table: torch.Tensor, pages: int, slot_rows: int):
-        sequences, kv_heads, tokens, head_dim = kv.shape
+    def __init__(
+        self, pair: list[ck.SparseKV], tiles_per_page: int, page_table: torch.Tensor, pages: int, spare: int = 0
+    ):
+        self.pair, self.tiles_per_page, self.page_table = pair, tiles_per_page, page_table
+        sequences, kv_heads, tokens, _ = pair[0].shape
         slots = pages * kv_heads * tiles_per_page
-        blocks = torch.full((slots, slot_rows, 32), -1, dtype=torch.int32)
-        rows = torch.full((slots,), kv.max_tile_rows, dtype=torch.int32)
-        token_order = torch.arange(64, dtype=torch.uint8).repeat(slots, 1)
-        offsets, tiles = kv.row_offsets.tolist(), tokens // 64
+        self.blocks = torch.full((slots, sum(kv.max_tile_rows for kv in pair) + spare, 32), -1, dtype=torch.int32)
+        self.rows = [torch.full((slots,), kv.max_tile_rows, dtype=torch.int32) for kv in pair]
+        self.token_orders = [torch.arange(64, dtype=torch.uint8).repeat(slots, 1) for _ in pair]
+        tiles = tokens // 64
         for s in range(sequences):
             for head in range(kv_heads):
                 for tile in range(tiles):
                     index = (s * kv_heads + head) * tiles + tile
                     page = int(page_table[s, tile // tiles_per_page])
                     slot = (page * kv_heads + head) * tiles_per_page + tile % tiles_per_page
-                    begin, end = offsets[index], offsets[index + 1]
-                    blocks[slot, : end - begin] = kv.blocks[begin:end]
-                    rows[slot] = end - begin
-                    token_order[slot] = kv.token_order[s, head, tile]
-        self.arguments = (ROLE_CODES[kv.role], DTYPE_CODES[kv.dtype], sequences, kv_heads, head_dim, slot_rows)
-        self.tensors = [blocks, rows, token_order, kv.channel_order, page_table]
-        self.tiles_per_page = tiles_per_page
+                    blocks = [kv.blocks[slice(*kv.row_offsets[index : index + 2].tolist())] for kv in pair]
+                    self.blocks[slot, : sum(map(len, blocks))] = torch.cat(blocks)
+                    for i, kv in enumerate(pair):
+                        self.rows[i][slot] = len(blocks[i])
+                        self.token_orders[i][slot] = kv.token_order[s, head, tile]
 
-    def view(self, device) -> _C.SparseView:
-        self.tensors = [tensor.to(device) for tensor in self.tensors]
-        *storage, table = (tensor.data_ptr() for tensor in self.tensors)
-        return _C.SparseView.paged(*storage, *self.arguments, table, self.tensors[4].shape[1], self.tiles_per_page)
+    def views(self, device) -> list[_C.SparseView]:
+        """Of keys and values; page_table may have changed."""
+        self.blocks, self.page_table = self.blocks.to(device), self.page_table.to(device)
+        self.rows, self.token_orders = ([x.to(device) for x in tensors] for tensors in (self.rows, self.token_orders))
+        self.channel_orders = [kv.channel_order.to(device) for kv in self.pair]
+        views = []
+        for kv, *of_role in zip(self.pair, self.rows, self.token_orders, self.channel_orders):
+            sequences, kv_heads, _, head_dim = kv.shape
+            views.append(
+                _C.SparseView.paged(
+                    self.blocks.data_ptr(),
+                    *(tensor.data_ptr() for tensor in of_role),
+                    ROLE_CODES[kv.role],
+                    DTYPE_CODES[kv.dtype],
+                    sequences,
+                    kv_heads,
+                    head_dim,
+                    kv.max_tile_rows,
+                    self.page_table.data_ptr(),
+                    self.page_table.shape[1],
+                    self.tiles_per_page,
+                    self.blocks.shape[1],
+                    0 if kv.role == "key" else self.rows[0].data_ptr(),
+                )
+            )
+        return views
 
 
 def int32(values, device="cpu") -> torch.Tensor:
@@ -62,22 +86,16 @@ def test_pages(backend, queries, groups, tiles_per_page, dtype, rng):
             tensor[s, :, window_lengths[s] :] = float("nan")
     pages = tokens // 64 // tiles_per_page
     table = torch.randperm(sequences * pages).view(sequences, pages).int() + 1  # page 0 is nobody's
-    pools = []
-    for x, role, keep in ((k, "key", 38), (v, "value", 64)):
-        kv = ck.compress(x, role=role, keep=keep)
-        pools.append(Pool(kv, tiles_per_page, table, sequences * pages + 1, kv.max_tile_rows + rng.randint(0, 3)))
-        for s in range(sequences):  # pages beyond a sequence's length need not be there
-            pools[-1].tensors[4] = table.clone()
-    for pool in pools:
-        for s in range(sequences):
-            pool.tensors[4][s, -(-lengths[s] // (64 * tiles_per_page)) :] = -1
+    pair = [ck.compress(x, role=role, keep=keep) for x, role, keep in ((k, "key", 38), (v, "value", 64))]
+    pool = Pool(pair, tiles_per_page, table, sequences * pages + 1, rng.randint(0, 3))
+    for s in range(sequences):  # pages beyond a sequence's length need not be there
+        table[s, -(-lengths[s] // (64 * tiles_per_page)) :] = -1
     rows = rng.choices(range(sequences), k=3) + [1]
     q = oracle.gaussian(len(rows), kv_heads * groups, queries, head_dim, dtype=dtype)
     device = backend.device
     on_device = *(w.to(device) for w in window), int32(window_lengths, device)
     out, lse = _attend(
-        pools[0].view(device),
-        pools[1].view(device),
+        *pool.views(device),
         q.to(device),
         window=_window(*on_device),
         lengths=int32(lengths, device),
@@ -159,11 +177,9 @@ def test_the_cpu_names_a_sequence_or_page_that_is_not_there(rng):
     for bad in (-1, 2):
         with pytest.raises(IndexError, match=r"sequences\[0\]"):
             _attend(*views, q, sequences=int32([bad]), scale=1.0, backend="cpu")
-    table = int32([[0, 1], [2, -1]])
-    pools = [Pool(kv, 1, int32([[0, 1], [2, 3]]), 4, kv.max_tile_rows) for kv in (keys, values)]
-    for pool in pools:
-        pool.tensors[4] = table
-    views = [pool.view("cpu") for pool in pools]
+    pool = Pool([keys, values], 1, int32([[0, 1], [2, 3]]), 4)
+    pool.page_table[1, 1] = -1
+    views = pool.views("cpu")
     with pytest.raises(ValueError, match="page 1 for sequence 1"):
         _attend(*views, q, sequences=int32([1]), scale=1.0, backend="cpu")
     _attend(*views, q, sequences=int32([1]), lengths=int32([128, 64]), scale=1.0, backend="cpu")

@@ -9,6 +9,7 @@ from page_pools import TILE, History, index, make_pool, tokens_of
 
 import cute_kernels as ck
 from cute_kernels import _pages
+from cute_kernels._slot_rows import SlotRows
 
 
 @pytest.mark.parametrize("head_dim, keep, dtype, recent", [
@@ -72,12 +73,13 @@ def test_append_any_bits_and_views(device, rng):
 
 
 def test_append_trims(device, rng):
-    pool = make_pool(device, key_keep=38, value_keep=38, key_slot_rows=8 + 30, value_slot_rows=8 + 40)
+    slot_rows = SlotRows(8 + 30, 8 + 40, 8 + 30 + 8 + 36)
+    pool = make_pool(device, key_keep=38, value_keep=38, slot_rows=slot_rows)
     history = History.start(pool, 0)
     for _ in range(8):
         history.append(tokens_of(pool, 3, 20), None)
     history.check()
-    assert int(pool.dropped[0, 1]) > 100
+    assert int(pool.dropped[0, 1]) > 100 and int(pool.dropped[1, 1]) > 100
 
 
 @pytest.mark.parametrize("why", ["page", "table", "room"])
@@ -95,13 +97,13 @@ def test_append_that_cannot(device, why, rng):
         history.lengths[1] = before[2][...] = 2 * TILE
     else:
         history.windows.lengths[1] = before[1][...] = history.windows.room - 5
-    stored = pool.key_blocks.view(-1, 2, *pool.key_blocks.shape[1:])[page].clone()
+    stored = pool.blocks.view(-1, 2, *pool.blocks.shape[1:])[page].clone()
     tokens = history.tokens[1]
     history.append(tokens_of(pool, 3, 30), None)
     assert int(pool.error) == 1 and not history.windows.arrivals.any()
     after = [tensor[1] for tensor in (history.windows.keys, history.windows.lengths, history.lengths)]
     assert all(torch.equal(a, b) for a, b in zip(before, after))
-    assert torch.equal(stored, pool.key_blocks.view(-1, 2, *pool.key_blocks.shape[1:])[page])
+    assert torch.equal(stored, pool.blocks.view(-1, 2, *pool.blocks.shape[1:])[page])
     pool.error.zero_()
     history.tokens[1] = tokens[:, :, :0]
     history.lengths[1] = history.windows.lengths[1] = 0

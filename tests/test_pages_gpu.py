@@ -10,6 +10,7 @@ from page_pools import TILE, History, check_tiles, index, make_pool, same_state,
 import cute_kernels as ck
 from cute_kernels import _pages
 from cute_kernels._extension import _C
+from cute_kernels._slot_rows import SlotRows
 
 
 @pytest.mark.gpu
@@ -18,12 +19,13 @@ from cute_kernels._extension import _C
 def test_gpu_writes_the_bits_of_the_cpu(head_dim, keep, dtype, rng):
     """Data and slots for which many tiles are fitted and trimmed, and blocks exceed what a CTA stages."""
     bitmap_rows = _C.format.bitmap_rows(_C.format.padded_head_dim(head_dim))
-    rows = None if keep == 0 else bitmap_rows + max(1, keep - 1)
+    rows = bitmap_rows + max(1, keep - 1)
+    slot_rows = None if keep == 0 else SlotRows(rows, rows + 5, 2 * rows + 3)
     histories = [
         History.start(
             make_pool(
                 torch.device(device), sequences=5, pages_per_sequence=4, tiles_per_page=2, head_dim=head_dim, dtype=dtype,
-                key_keep=keep, value_keep=keep, key_slot_rows=rows, value_slot_rows=rows and rows + 3,
+                key_keep=keep, value_keep=keep, slot_rows=slot_rows,
             ),
             32,
         )
@@ -106,8 +108,7 @@ def test_peak_memory_of_store(head_dim, keep):
     before = torch.cuda.memory_allocated()
     _pages.store(pool, k, v, *places, True)
     scratch = torch.cuda.max_memory_allocated() - before
-    result = pool.key_blocks.nbytes + pool.value_blocks.nbytes
-    assert scratch <= 0.05 * (k.nbytes + v.nbytes + result)
+    assert scratch <= 0.05 * (k.nbytes + v.nbytes + pool.blocks.nbytes)
     for sequence in range(2):
         check_tiles(pool, sequence, 0, k[sequence, :, : 2 * TILE], v[sequence, :, : 2 * TILE])
         loaded = _pages.load(pool, sequence, 0, 128)

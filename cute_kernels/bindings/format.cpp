@@ -57,12 +57,14 @@ SparseView make_view(uintptr_t blocks, uintptr_t row_offsets, uintptr_t token_or
 }
 
 SparseView make_paged_view(uintptr_t blocks, uintptr_t tile_rows, uintptr_t token_order, uintptr_t channel_order,
-                           int role, int dtype, int sequences, int kv_heads, int head_dim, int slot_rows,
-                           uintptr_t page_table, int pages_per_sequence, int tiles_per_page) {
+                           int role, int dtype, int sequences, int kv_heads, int head_dim, int max_tile_rows,
+                           uintptr_t page_table, int pages_per_sequence, int tiles_per_page, int slot_rows,
+                           uintptr_t rows_before) {
   int64_t tokens = int64_t{pages_per_sequence} * tiles_per_page * format::kTileTokens;
   SparseView view = make_view(blocks, tile_rows, token_order, channel_order, role, dtype, sequences, kv_heads, tokens,
-                              head_dim, slot_rows);
-  view.pages = {reinterpret_cast<const int32_t*>(page_table), pages_per_sequence, tiles_per_page, slot_rows};
+                              head_dim, max_tile_rows);
+  view.pages = {reinterpret_cast<const int32_t*>(page_table), pages_per_sequence, tiles_per_page, slot_rows,
+                reinterpret_cast<const int32_t*>(rows_before)};
   return view;
 }
 
@@ -100,8 +102,9 @@ void bind_format(py::module_& m) {
       .def(py::init(&make_view), "blocks"_a, "row_offsets"_a, "token_order"_a, "channel_order"_a, "role"_a, "dtype"_a,
            "batch"_a, "kv_heads"_a, "tokens"_a, "head_dim"_a, "max_tile_rows"_a)
       .def_static("paged", &make_paged_view, "blocks"_a, "tile_rows"_a, "token_order"_a, "channel_order"_a, "role"_a,
-                  "dtype"_a, "sequences"_a, "kv_heads"_a, "head_dim"_a, "slot_rows"_a, "page_table"_a,
-                  "pages_per_sequence"_a, "tiles_per_page"_a, "The storage of a pool of pages, see format/storage.hpp");
+                  "dtype"_a, "sequences"_a, "kv_heads"_a, "head_dim"_a, "max_tile_rows"_a, "page_table"_a,
+                  "pages_per_sequence"_a, "tiles_per_page"_a, "slot_rows"_a, "rows_before"_a,
+                  "The storage of a pool of pages, see format/storage.hpp");
 }
 
 }  // namespace cute_kernels::bindings

@@ -22,6 +22,7 @@ struct AppendArguments {
   bool vectors[kCaches];
   SparseView views[kCaches];
   int keep[kCaches];  // as keep_largest takes it
+  SlotLimits limits;
   int64_t* dropped;
   int32_t* error;
   Windows windows;
@@ -133,11 +134,15 @@ struct AppendPart {
 
   __device__ void pack(uint16_t const* tile, AppendShared const& shared, int64_t slot) {
     SparseView const& view = a.views[kCache];
-    Trim trim{shared.longest[kCache], slot_value_rows(view), nan_key(view.dtype), a.dropped + 2 * kCache};
+    constexpr bool kIsKey = kRole == Role::kKey;
+    int longest_key = shared.longest[0], most = kIsKey ? a.limits.most_keys : a.limits.values(longest_key);
+    Trim trim{shared.longest[kCache], most, nan_key(view.dtype), a.dropped + 2 * kCache};
     int value_rows = min(trim.longest, trim.most);
     if (thread == 0) const_cast<int32_t*>(view.row_offsets)[slot] = bitmap_rows(HeadDim) + value_rows;
+    // Not view.first_row: the other part is writing the rows of the keys.
+    int64_t first_row = slot * view.pages.slot_rows + (kIsKey ? 0 : bitmap_rows(HeadDim) + a.limits.keys(longest_key));
     TileSource source{tile, view.head_dim, kTileTokens, view.head_dim, true, nullptr, nullptr, shared.token_order};
-    auto* block = const_cast<uint32_t*>(view.blocks) + view.first_row(slot) * kLanes;
+    auto* block = const_cast<uint32_t*>(view.blocks) + first_row * kLanes;
     pack_tile<kRole, HeadDim>(s, source, block, value_rows, a.staged_rows, trim, part);
   }
 };
@@ -165,7 +170,7 @@ __device__ void store_oldest(AppendArguments const& a, uint8_t* memory, AppendSh
     auto& storage = *reinterpret_cast<BalanceStorage<Shape::kWords, kCaches>*>(&key.s.dense);
     auto& fits = *reinterpret_cast<FitStorage*>(&value.s.dense);
     TileMasks masks[] = {{&key.s.bits[0][0], key.s.channel}, {&value.s.bits[0][0], value.s.channel}};
-    Fit fit{fits, {slot_value_rows(a.views[0]), slot_value_rows(a.views[1])}};
+    Fit fit{fits, a.limits};
     int longest[kCaches];
     balance_tile(storage, masks, fit, shared.token_order, longest, threadIdx.x);
     if (threadIdx.x == 0) shared.longest[0] = longest[0], shared.longest[1] = longest[1];
@@ -270,6 +275,7 @@ void append(Pool const& pool, Windows const& windows, int32_t* lengths, DenseVie
                     {k.has_vectors(), v.has_vectors()},
                     {pool.keys, pool.values},
                     {most_kept(pool.key_keep), most_kept(pool.value_keep)},
+                    SlotLimits(pool),
                     pool.dropped,
                     pool.error,
                     windows,

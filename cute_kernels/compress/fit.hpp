@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cute_kernels/compress/balance_tile.hpp"
+#include "cute_kernels/compress/pool.hpp"
 
 namespace cute_kernels::compress {
 
@@ -16,15 +17,16 @@ struct FitStorage {
 // Of a K/V pair. Few tiles come here: it takes its time, and as few registers as it can.
 struct Fit {
   FitStorage& s;
-  int bound[2];
+  SlotLimits const& limits;
 
   __device__ void operator()(Token<2> (&mine)[kLaneTokens], uint32_t const* load, uint32_t const* ratios,
                              int (&longest)[2], int lane) const {
+    int const bound[2] = {limits.keys(longest[0]), limits.values(longest[0])};
     if (longest[0] <= bound[0] && longest[1] <= bound[1]) return;
     remove_scales(mine, load, ratios, lane);
     __syncwarp();
     int swaps = 0;
-    while (swaps < kFitSwaps && swap_tokens(lane)) ++swaps;
+    while (swaps < kFitSwaps && swap_tokens(bound, lane)) ++swaps;
 #pragma unroll
     for (int j = 0; j < kLaneTokens; ++j) mine[j].norm = s.order[position_of(lane, j)];
 #pragma unroll
@@ -56,7 +58,7 @@ struct Fit {
   }
 
   // Whether a swap helped.
-  __device__ bool swap_tokens(int lane) const {
+  __device__ bool swap_tokens(int const (&bound)[2], int lane) const {
     constexpr int kSwapBits = 9;  // a member of group a, a position
     int excess = 0;
 #pragma unroll 1
@@ -72,7 +74,7 @@ struct Fit {
     for (int i = lane; i < kGroupTokens * kTileTokens; i += 32) {
       int x = i / kTileTokens, y = i % kTileTokens;
       if (y % kTokenGroups == a) continue;
-      int change = change_of(a, s.order[a + kTokenGroups * x], y % kTokenGroups, s.order[y]);
+      int change = change_of(bound, a, s.order[a + kTokenGroups * x], y % kTokenGroups, s.order[y]);
       best = min(best, change * (1 << kSwapBits) + i);
     }
     best = __reduce_min_sync(kAllLanes, best);
@@ -91,7 +93,7 @@ struct Fit {
   }
 
   // Of the squared excesses when groups a and b swap their tokens x and y.
-  __device__ int change_of(int a, int x, int b, int y) const {
+  __device__ int change_of(int const (&bound)[2], int a, int x, int b, int y) const {
     int change = 0;
 #pragma unroll 2
     for (int c = 0; c < kPairClasses; ++c) {

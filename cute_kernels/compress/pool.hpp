@@ -7,7 +7,7 @@
 
 namespace cute_kernels::compress {
 
-// Keys and values of one page table. A tile of them shares its token order.
+// Keys and values of one page table. A tile of them shares its token order and its slot, keys before values.
 struct Pool {
   format::SparseView keys, values;
   int key_keep, value_keep;  // nonzeros that a token keeps at most; 0: all
@@ -29,10 +29,25 @@ CUTE_HOST_DEVICE constexpr int64_t find_slot(format::SparseView const& view, int
   return find_slot(view.pages, view.batch, view.kv_heads, sequence, kv_head, tile);
 }
 
-// Value rows of a slot: a tile's longest stream is trimmed to so many.
-CUTE_HOST_DEVICE constexpr int slot_value_rows(format::SparseView const& view) {
-  return view.pages.slot_rows - format::bitmap_rows(view.padded_head_dim);
-}
+// Value rows that the streams of a slot's tiles may have. The values' have what the keys leave of the slot.
+struct SlotLimits {
+  int both, most_keys, most_values;
+
+  explicit SlotLimits(Pool const& pool) {
+    int bitmap = format::bitmap_rows(pool.keys.padded_head_dim);
+    both = pool.keys.pages.slot_rows - 2 * bitmap;
+    most_keys = pool.keys.max_tile_rows - bitmap;
+    most_values = pool.values.max_tile_rows - bitmap;
+  }
+  // longest_key: stream of the tile of keys, before it is trimmed.
+  CUTE_HOST_DEVICE constexpr int keys(int longest_key) const {
+    return longest_key < most_keys ? longest_key : most_keys;
+  }
+  CUTE_HOST_DEVICE constexpr int values(int longest_key) const {
+    int left = both - keys(longest_key);
+    return left < most_values ? left : most_values;
+  }
+};
 
 // Row i of dense tensors becomes tiles of sequence sequences[i], from tile first_tiles[i] on; of none if it is
 // negative.

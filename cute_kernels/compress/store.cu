@@ -15,7 +15,7 @@ constexpr int kWarps = 4;  // of a CTA that balances
 // The token orders of tiles, and how long their streams are before they are trimmed. A warp a tile.
 template <int Words>
 __global__ void __launch_bounds__(32 * kWarps)
-    balance_slots_kernel(BalanceOperand keys, BalanceOperand values, int2 bounds, unsigned tiles,
+    balance_slots_kernel(BalanceOperand keys, BalanceOperand values, SlotLimits limits, unsigned tiles,
                          unsigned tiles_per_head, Destination to, uint8_t* token_order, int32_t* error) {
   __shared__ __align__(16) BalanceStorage<Words, 2> storage[kWarps];
   __shared__ FitStorage fits[kWarps];
@@ -30,23 +30,32 @@ __global__ void __launch_bounds__(32 * kWarps)
   int64_t masks = int64_t{tile} * kTileTokens * Words, channels = to.head(head) * 32 * Words;
   TileMasks caches[] = {{keys.masks + masks, keys.channel_order + channels},
                         {values.masks + masks, values.channel_order + channels}};
-  Fit fit{fits[threadIdx.x / 32], {bounds.x, bounds.y}};
+  Fit fit{fits[threadIdx.x / 32], limits};
   int longest[2];
   balance_tile(storage[threadIdx.x / 32], caches, fit, token_order + slot * kTileTokens, longest, lane);
   if (lane == 0) keys.longest[tile] = longest[0], values.longest[tile] = longest[1];
 }
 
+// What balancing leaves of one cache's tiles, and the longest streams of keys on which the room for values depends.
+struct BalancedTiles {
+  uint32_t const* masks;
+  int32_t const *longest, *longest_keys;
+  SlotLimits limits;
+};
+
+// Keys go first: the values' block starts where theirs ends.
 template <Role kRole, int HeadDim>
 __global__ void __launch_bounds__(32 * warps_of(HeadDim))
-    pack_slots_kernel(DenseView x, bool vectors, uint32_t const* masks, int32_t const* longest, unsigned tiles_per_head,
-                      Destination to, SparseView view, int staged_rows, int64_t* dropped) {
+    pack_slots_kernel(DenseView x, bool vectors, BalancedTiles tiles, unsigned tiles_per_head, Destination to,
+                      SparseView view, int staged_rows, int64_t* dropped) {
   extern __shared__ __align__(128) uint8_t shared[];
   auto& s = *reinterpret_cast<PackStorage<HeadDim>*>(shared);
   unsigned tile = gridDim.x - 1 - blockIdx.x;  // the last tiles first: theirs is what caches still hold
   unsigned head = tile / tiles_per_head, of_head = tile % tiles_per_head;
   int64_t slot = to.slot(head, of_head);
   if (slot < 0) return;
-  Trim trim{longest[tile], slot_value_rows(view), nan_key(x.dtype), dropped};
+  int most = kRole == Role::kKey ? tiles.limits.most_keys : tiles.limits.values(tiles.longest_keys[tile]);
+  Trim trim{tiles.longest[tile], most, nan_key(x.dtype), dropped};
   int value_rows = min(trim.longest, trim.most);
   if (threadIdx.x == 0) const_cast<int32_t*>(view.row_offsets)[slot] = bitmap_rows(HeadDim) + value_rows;
   TileSource source{x.row(head, int64_t{of_head} * kTileTokens),
@@ -54,7 +63,7 @@ __global__ void __launch_bounds__(32 * warps_of(HeadDim))
                     kTileTokens,
                     x.head_dim,
                     vectors,
-                    masks + int64_t{tile} * kTileTokens * (HeadDim / 32),
+                    tiles.masks + int64_t{tile} * kTileTokens * (HeadDim / 32),
                     view.channel_order + to.head(head) * HeadDim,
                     view.token_order + slot * kTileTokens};
   auto* block = const_cast<uint32_t*>(view.blocks) + view.first_row(slot) * kLanes;
@@ -94,10 +103,9 @@ void balance_slots(Pool const& pool, Scratch const& scratch, unsigned tiles, uns
     return BalanceOperand{scratch.masks[i], (i ? pool.values : pool.keys).channel_order, scratch.longest[i]};
   };
   auto launch = [&](auto kernel) {
-    int2 bounds{slot_value_rows(pool.keys), slot_value_rows(pool.values)};
     kernel<<<(tiles + kWarps - 1) / kWarps, 32 * kWarps, 0, stream>>>(
-        operand(0), operand(1), bounds, tiles, tiles_per_head, to, const_cast<uint8_t*>(pool.keys.token_order),
-        pool.error);
+        operand(0), operand(1), SlotLimits(pool), tiles, tiles_per_head, to,
+        const_cast<uint8_t*>(pool.keys.token_order), pool.error);
   };
   int padded = pool.keys.padded_head_dim;
   if (padded == 64)
@@ -140,10 +148,11 @@ void store(Pool const& pool, DenseView const& k, DenseView const& v, PoolRows co
     for (int i = 0; i < 2; ++i)
       visit_shape(*views[i], [&](auto role, auto head_dim) {
         int staged = staged_rows(head_dim(), keeps[i]);
+        BalancedTiles balanced{scratch.masks[i], scratch.longest[i], scratch.longest[0], SlotLimits(pool)};
         launch_tiles(pack_slots_kernel<role(), head_dim()>, heads * count, 32 * warps_of(head_dim()),
                      sizeof(PackStorage<head_dim()>) + staged * kRowBytes, stream, "launch of pack", parts[i],
-                     parts[i].has_vectors(), scratch.masks[i], scratch.longest[i], static_cast<unsigned>(count), to,
-                     *views[i], staged, pool.dropped + 2 * i);
+                     parts[i].has_vectors(), balanced, static_cast<unsigned>(count), to, *views[i], staged,
+                     pool.dropped + 2 * i);
       });
   }
 }

@@ -72,10 +72,10 @@ struct Operand {
     count_classes(masks.data(), kTileTokens, channels, padded, counts, 2 * kClasses);
   }
 
-  // Nonzeros that did not fit.
+  // Streams that are `longest` keep at most so many values. Nonzeros that did not fit.
   int pack_tile(int64_t head, int64_t first_token, const uint8_t* channels, const uint8_t* token_order, int longest,
-                int64_t index, uint16_t* dense) const {
-    const int padded = view.padded_head_dim, most = compress::slot_value_rows(view);
+                int most, int64_t index, uint16_t* dense) const {
+    const int padded = view.padded_head_dim;
     gather_tile(x, head, first_token, masks.data(), token_order, channels, padded, dense);
     int dropped = longest > most ? trim_streams(dense, positions, padded, most, x.dtype) : 0;
     const int rows = format::tile_rows(padded, std::min(longest, most));
@@ -94,7 +94,7 @@ void store(const Pool& pool, const DenseView& k, const DenseView& v, const PoolR
   deal_rows(pool.values, pool.value_keep, v, rows, order, threads);
 
   const int64_t tiles = k.tokens / kTileTokens;
-  const int bound[] = {compress::slot_value_rows(pool.keys), compress::slot_value_rows(pool.values)};
+  const compress::SlotLimits limits(pool);
   std::atomic<int64_t> dropped[4] = {};
   std::atomic<bool> missing{false};
   parallel(threads, int64_t{k.batch} * k.kv_heads * tiles, [&](TaskQueue& queue) {
@@ -117,11 +117,16 @@ void store(const Pool& pool, const DenseView& k, const DenseView& v, const PoolR
         operands[o].select_tile(head, first_token, channels_of(operands[o].view, sequence, kv_head),
                                 &counts.count[0][o * kClasses]);
       format::choose_token_order(counts, token_order);
+      const int longest_key = format::longest_stream(counts, token_order);
+      const int bound[] = {limits.keys(longest_key), limits.values(longest_key)};
       format::fit_token_order(counts, bound, token_order);
-      for (int o = 0; o < 2; ++o) {
+      const int longest[] = {format::longest_stream(counts, token_order),
+                             format::longest_stream(counts, token_order, kClasses)};
+      const int most[] = {limits.most_keys, limits.values(longest[0])};
+      for (int o = 0; o < 2; ++o) {  // keys first: the values' block follows theirs
         const uint8_t* channels = channels_of(operands[o].view, sequence, kv_head);
-        const int longest = format::longest_stream(counts, token_order, o * kClasses);
-        const int lost = operands[o].pack_tile(head, first_token, channels, token_order, longest, index, dense.data());
+        const int lost = operands[o].pack_tile(head, first_token, channels, token_order, longest[o], most[o], index,
+                                               dense.data());
         if (lost) dropped[2 * o] += 1, dropped[2 * o + 1] += lost;
       }
     }

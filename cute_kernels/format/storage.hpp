@@ -11,12 +11,14 @@ enum class DType : int { kFloat16 = 0, kBFloat16 = 1, kFloat32 = 2 };
 
 // A pool's tiles lie in slots of equal size, wherever there was one free. A page is the slots of `tiles_per_page`
 // consecutive tiles of a sequence, for all KV heads: slot = (page * kv_heads + head) * tiles_per_page + tile in page.
-// row_offsets then holds the rows of every slot's block, and token_order is (slots, 64).
+// A slot holds a tile's block of keys and, right behind it, that of its values. row_offsets then holds the rows of
+// every slot's block, and token_order is (slots, 64).
 struct Pages {
   const int32_t* table = nullptr;  // (sequences, pages_per_sequence): page, -1 where there is none; null: no pool
   int pages_per_sequence = 0;
   int tiles_per_page = 0;
-  int slot_rows = 0;  // from one slot's block to the next
+  int slot_rows = 0;                     // from one slot to the next
+  const int32_t* rows_before = nullptr;  // (slots): rows of the slot before this block; null: none
 };
 
 struct SparseView {
@@ -31,7 +33,7 @@ struct SparseView {
   int64_t tokens;
   int head_dim;         // as the user sees it
   int padded_head_dim;  // as the tiles hold it: 64, 128 or 256
-  int max_tile_rows;    // of any block in this storage, bitmap rows included
+  int max_tile_rows;    // that a block in this storage may have, bitmap rows included
   Pages pages = {};     // of a pool: batch counts its sequences, tokens those that a sequence can have
 
   CUTE_HOST_DEVICE int64_t tiles_per_head() const { return (tokens + kTileTokens - 1) / kTileTokens; }
@@ -45,7 +47,8 @@ struct SparseView {
     return (page * kv_heads + kv_head) * pages.tiles_per_page + tile % pages.tiles_per_page;
   }
   CUTE_HOST_DEVICE int64_t first_row(int64_t index) const {
-    return pages.table ? index * pages.slot_rows : row_offsets[index];
+    if (!pages.table) return row_offsets[index];
+    return index * pages.slot_rows + (pages.rows_before ? pages.rows_before[index] : 0);
   }
   CUTE_HOST_DEVICE int rows(int64_t index) const {
     return pages.table ? row_offsets[index] : row_offsets[index + 1] - row_offsets[index];

@@ -92,10 +92,10 @@ inline void choose_token_order(TokenCounts<Classes> const& counts, uint8_t order
   }
 }
 
-// A tile in a slot may be too long for it by a row or two. Then one swap after the other is made against that: of the
-// group with the stream that is the most rows above its cache's bound (ties: the lowest group) a token goes to another
-// group, such that the sum of squared excesses gets least (ties: lower x, then lower y). Ends when all streams fit,
-// when no swap helps, or after kFitSwaps.
+// A pair of tiles may be too long for its slot by a row or two. Then one swap after the other is made against that: of
+// the group with the stream that is the most rows above its cache's bound (ties: the lowest group) a token goes to
+// another group, such that the sum of squared excesses gets least (ties: lower x, then lower y). Ends when all streams
+// fit, when no swap helps, or after kFitSwaps.
 inline constexpr int kFitSwaps = 16;
 
 CUTE_HOST_DEVICE constexpr int squared_excess(int length, int bound) {

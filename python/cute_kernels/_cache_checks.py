@@ -13,9 +13,10 @@ from cute_kernels import _checks, _pages, _tile_rules
 from cute_kernels._backends import compression_kernels
 from cute_kernels._extension import _C
 from cute_kernels._sequences import TILE, SequenceTable
+from cute_kernels._slot_rows import SlotRows
 from cute_kernels._tile_rules import TileRule
 
-_MAX_TILES = 2**31 - 1
+_MAX_ROWS = 2**31 - 1  # of all slots, as kernels count them
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class CacheConfig:
     page_tokens: int
     max_append: int
     device: torch.device
+    slot_rows: SlotRows
     page_bytes: int
     pages: int
     pages_per_sequence: int
@@ -91,7 +93,8 @@ def config(
     if at_once > _pages.MAX_APPEND:
         raise ValueError(f"max_append must be at most {_pages.MAX_APPEND}, got {at_once}")
     pages_per_sequence = _pages_per_sequence(most, recent, page)
-    page_bytes = heads * (page // TILE) * _tile_bytes(keys.slot_rows(channels) + values.slot_rows(channels))
+    slot_rows = SlotRows.holding(padded, keys.mean_kept(channels), values.mean_kept(channels))
+    page_bytes = heads * (page // TILE) * _tile_bytes(slot_rows.both)
     if pool_tokens is not None and pool_bytes is not None:
         raise ValueError(
             f"pool_tokens and pool_bytes say the same thing: pass one of them, got pool_tokens={pool_tokens!r} and "
@@ -103,7 +106,7 @@ def config(
         argument, pages = "pool_tokens", -(-at_least(pool_tokens, "pool_tokens", 1) // page)
     else:
         argument, pages = "max_batch or capacity", batch * pages_per_sequence
-    _check_tiles(max(pages, batch * pages_per_sequence) * heads * (page // TILE), argument)
+    _check_tiles(max(pages, batch * pages_per_sequence) * heads * (page // TILE), slot_rows, argument)
     target = _checks.kernel_device(device)
     if target.type == "cuda" and target.index is None:
         target = torch.device("cuda", torch.cuda.current_device())
@@ -120,6 +123,7 @@ def config(
         page_tokens=page,
         max_append=at_once,
         device=target,
+        slot_rows=slot_rows,
         page_bytes=page_bytes,
         pages=pages,
         pages_per_sequence=pages_per_sequence,
@@ -133,7 +137,8 @@ def grown(made_for: CacheConfig, capacity: Any, max_batch: Any) -> CacheConfig:
     batch = made_for.max_batch if max_batch is None else at_least(max_batch, "max_batch", made_for.max_batch)
     pages_per_sequence = _pages_per_sequence(most, made_for.window, made_for.page_tokens)
     pages = max(made_for.pages, batch * pages_per_sequence)
-    _check_tiles(pages * made_for.kv_heads * (made_for.page_tokens // TILE), made_for.pool_argument)
+    tiles = pages * made_for.kv_heads * (made_for.page_tokens // TILE)
+    _check_tiles(tiles, made_for.slot_rows, made_for.pool_argument)
     return replace(made_for, capacity=most, max_batch=batch, pages_per_sequence=pages_per_sequence, pages=pages)
 
 
@@ -142,10 +147,11 @@ def _pages_per_sequence(capacity: int, window: int, page_tokens: int) -> int:
     return max(1, -(-(max(0, capacity - window) // TILE * TILE) // page_tokens))
 
 
-def _check_tiles(tiles: int, argument: str) -> None:
-    if tiles > _MAX_TILES:
+def _check_tiles(tiles: int, slot_rows: SlotRows, argument: str) -> None:
+    most = _MAX_ROWS // slot_rows.both
+    if tiles > most:
         raise ValueError(
-            f"max_batch, kv_heads, capacity and {argument} together must not ask for more than {_MAX_TILES} tiles"
+            f"max_batch, kv_heads, capacity and {argument} together must not ask for more than {most} tiles"
         )
 
 

@@ -67,8 +67,7 @@ class CacheStorage:
             dtype=made_for.dtype,
             key_keep=made_for.keys.kernel_keep,
             value_keep=made_for.values.kernel_keep,
-            key_slot_rows=made_for.keys.slot_rows(made_for.head_dim),
-            value_slot_rows=made_for.values.slot_rows(made_for.head_dim),
+            slot_rows=made_for.slot_rows,
             device=device,
         )
         self._rules = made_for.keys, made_for.values
@@ -229,7 +228,7 @@ class CacheStorage:
     def _pages_content(self) -> tuple[Tensor, ...]:
         """What a page consists of: tensors of slots."""
         pool = self.pool
-        return pool.key_blocks, pool.value_blocks, pool.key_rows, pool.value_rows, pool.token_order
+        return pool.blocks, pool.key_rows, pool.value_rows, pool.token_order
 
     def _send(self, values: Sequence[int] | list[list[int]], dtype: torch.dtype) -> Tensor:
         if self.device.type == "cpu":

@@ -1,17 +1,17 @@
 """A pool of pages: where sequences' compressed tiles lie, and the dense windows of their newest tokens.
 
 A page holds `tiles_per_page` tiles of 64 consecutive tokens of one sequence, for all KV heads, keys and values. A tile
-lies in a slot: slot = (page * Hkv + head) * tiles_per_page + tile in page, with as many rows for each tile as `slot_rows`
-says. A tile that would take more loses, of every stream that is too long, the values of least magnitude, of equal ones
-the later in the stream; `Pool.dropped` counts that. A sequence's channel orders are chosen when its first tile is stored
-and stay, so that its tiles can be packed one by one. CPU and GPU write the same bits.
+lies in a slot: slot = (page * Hkv + head) * tiles_per_page + tile in page, its keys' block first and its values' right
+behind. `SlotRows` says how many rows there are for each and for both. A tile that would take more loses, of every
+stream that is too long, the values of least magnitude, of equal ones the later in the stream; `Pool.dropped` counts
+that. A sequence's channel orders are chosen when its first tile is stored and stay, so that its tiles can be packed one
+by one. CPU and GPU write the same bits.
 
 S sequences, Hkv KV heads, D head dim, Dp that of tiles (64, 128 or 256). Nothing here waits for a GPU.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
@@ -22,27 +22,13 @@ from torch import Tensor
 from cute_kernels import _checks
 from cute_kernels._backends import compression_kernels, launch
 from cute_kernels._extension import _C, DTYPE_CODES, ROLE_CODES
+from cute_kernels._slot_rows import SlotRows
 
 TILE_TOKENS: int = _C.format.TILE_TOKENS
 MAX_APPEND = TILE_TOKENS  # tokens that one call of `append` takes
 
 _NEW_ORDER = {False: 0, True: 1, None: 2}
 _SCRATCH_FRACTION = 0.05  # of k, v and what they become: scratch of `store`, unless that is less than one tile needs
-
-
-def slot_rows(padded_head_dim: int, keep: int, role: str) -> int:
-    """Rows of a slot for tiles of a role that keep `keep` of `padded_head_dim` elements a token (0: any number).
-
-    Streams are `keep` values long on average. How unevenly a tile's nonzeros fall on the channel classes has a standard
-    deviation of `spread`; keys have room for a class with a channel that every token keeps on top of that, for caches
-    of keys have such channels. Measured: less than one tile in 10^4 has to be trimmed, see profiling/NOTES.md, "Pages".
-    """
-    if keep == 0:
-        return _C.format.max_tile_rows(padded_head_dim)
-    pruned = 1 - keep / padded_head_dim
-    spread = math.sqrt(keep * pruned / _C.format.CLASSES)
-    longest = math.ceil(keep + (7 * pruned + 3.3 * spread if role == "key" else 4.3 * spread))
-    return _C.format.bitmap_rows(padded_head_dim) + min(longest, padded_head_dim, _C.format.CLASSES * keep)
 
 
 class _Tensors:
@@ -63,9 +49,8 @@ class _Tensors:
 class Pool(_Tensors):
     """Compressed tiles of up to S sequences; all tensors contiguous, on one device."""
 
-    key_blocks: Tensor  # int32 (slots, rows of a slot, 32)
-    value_blocks: Tensor
-    key_rows: Tensor  # int32 (slots,): rows of each slot's block
+    blocks: Tensor  # int32 (slots, slot_rows.both, 32): key_rows of a slot's keys, then value_rows of its values
+    key_rows: Tensor  # int32 (slots,): rows of each slot's blocks
     value_rows: Tensor
     token_order: Tensor  # uint8 (slots, 64): token position -> token of the tile, for keys and values
     key_channels: Tensor  # uint8 (S, Hkv, Dp): channel position -> channel
@@ -78,6 +63,7 @@ class Pool(_Tensors):
     tiles_per_page: int
     key_keep: int  # elements that a token keeps, 0: every nonzero
     value_keep: int
+    slot_rows: SlotRows
 
     @classmethod
     def allocate(
@@ -93,30 +79,23 @@ class Pool(_Tensors):
         tiles_per_page: int = 1,
         key_keep: int = 0,
         value_keep: int = 0,
-        key_slot_rows: int | None = None,
-        value_slot_rows: int | None = None,
+        slot_rows: SlotRows | None = None,
     ) -> Pool:
         """A pool without pages in its table; its slots hold empty tiles.
 
-        key_slot_rows, value_slot_rows: in place of `slot_rows`, more than the bitmap's rows.
+        slot_rows: in place of those that hold tiles of key_keep and value_keep.
         """
         padded = _C.format.padded_head_dim(head_dim)
         slots = pages * kv_heads * tiles_per_page
         bitmap_rows = _C.format.bitmap_rows(padded)
-
-        def blocks(role: str, keep: int, rows: int | None) -> Tensor:
-            rows = slot_rows(padded, keep, role) if rows is None else rows
-            if not bitmap_rows < rows <= _C.format.max_tile_rows(padded):
-                largest = _C.format.max_tile_rows(padded)
-                raise ValueError(f"rows of a slot must be from {bitmap_rows + 1} to {largest}, got {rows}")
-            return torch.zeros(slots, rows, _C.format.LANES, dtype=torch.int32, device=device)
+        slot_rows = SlotRows.holding(padded, key_keep, value_keep) if slot_rows is None else slot_rows
+        slot_rows.check(padded)
 
         def in_order(count: int, *sizes: int) -> Tensor:
             return torch.arange(count, device=device).to(torch.uint8).expand(*sizes, count).contiguous()
 
         return cls(
-            key_blocks=blocks("key", key_keep, key_slot_rows),
-            value_blocks=blocks("value", value_keep, value_slot_rows),
+            blocks=torch.zeros(slots, slot_rows.both, _C.format.LANES, dtype=torch.int32, device=device),
             key_rows=torch.full((slots,), bitmap_rows, dtype=torch.int32, device=device),
             value_rows=torch.full((slots,), bitmap_rows, dtype=torch.int32, device=device),
             token_order=in_order(TILE_TOKENS, slots),
@@ -130,6 +109,7 @@ class Pool(_Tensors):
             tiles_per_page=tiles_per_page,
             key_keep=key_keep,
             value_keep=value_keep,
+            slot_rows=slot_rows,
         )
 
     @cached_property
@@ -155,11 +135,12 @@ class Pool(_Tensors):
 
     @cached_property
     def _key_view(self) -> _C.SparseView:
-        return self._view("key", self.key_blocks, self.key_rows, self.key_channels)
+        return self._view("key", self.key_rows, self.key_channels, self.slot_rows.keys, rows_before=0)
 
     @cached_property
     def _value_view(self) -> _C.SparseView:
-        return self._view("value", self.value_blocks, self.value_rows, self.value_channels)
+        before = self.key_rows.data_ptr()
+        return self._view("value", self.value_rows, self.value_channels, self.slot_rows.values, rows_before=before)
 
     def key_view(self) -> _C.SparseView:
         """The keys as kernels take them. Valid as long as this object lives."""
@@ -179,9 +160,9 @@ class Pool(_Tensors):
             self.error.data_ptr(),
         )
 
-    def _view(self, role: str, blocks: Tensor, rows: Tensor, channels: Tensor) -> _C.SparseView:
+    def _view(self, role: str, rows: Tensor, channels: Tensor, most_rows: int, rows_before: int) -> _C.SparseView:
         return _C.SparseView.paged(
-            blocks.data_ptr(),
+            self.blocks.data_ptr(),
             rows.data_ptr(),
             self.token_order.data_ptr(),
             channels.data_ptr(),
@@ -190,10 +171,12 @@ class Pool(_Tensors):
             self.sequences,
             self.kv_heads,
             self.head_dim,
-            blocks.shape[1],
+            most_rows,
             self.page_table.data_ptr(),
             self.page_table.shape[1],
             self.tiles_per_page,
+            self.slot_rows.both,
+            rows_before,
         )
 
 
@@ -391,7 +374,7 @@ def _tiles_at_a_time(pool: Pool, k: Tensor) -> int:
     """Tiles of every head that `store` works on together: as many as its scratch has room for."""
     tiles = k.shape[2] // TILE_TOKENS
     dense = 2 * TILE_TOKENS * pool.head_dim * k.element_size()  # bytes of a head's tile of k and v
-    stored = (pool.key_blocks.shape[1] + pool.value_blocks.shape[1]) * _C.format.ROW_BYTES
+    stored = pool.slot_rows.both * _C.format.ROW_BYTES
     padded = pool.key_channels.shape[2]
     counts, masks = 2 * padded * 4, 2 * TILE_TOKENS * padded // 8 + 2 * 4  # of a head; of its tile
     most = int((_SCRATCH_FRACTION * tiles * (dense + stored) - counts) / masks)

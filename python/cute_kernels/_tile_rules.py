@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_kernels import _pages, rules
+from cute_kernels import rules
 from cute_kernels._extension import _C
 
 TILE: int = _C.format.TILE_TOKENS
@@ -32,11 +32,9 @@ class TileRule:
         """What those kernels are to keep of a token; 0: every nonzero."""
         return self.kept if self.in_kernels else 0
 
-    def slot_rows(self, head_dim: int) -> int:
-        """Rows of a slot for such tiles."""
-        padded = _C.format.padded_head_dim(head_dim)
-        mean = self.kept if self.in_kernels else self.rule.mean_kept(self.kept, head_dim)
-        return _pages.slot_rows(padded, mean, self.role)
+    def mean_kept(self, head_dim: int) -> int:
+        """What slots have room for: so many elements of a token on average; 0: any number."""
+        return self.kept if self.in_kernels else self.rule.mean_kept(self.kept, head_dim)
 
     def prune(self, x: Tensor) -> Tensor:
         """What the kernels are to store of whole tiles x, (n, Hkv, 64 c, D); a new tensor unless they prune."""
