@@ -6,6 +6,8 @@
 Every call is timed by itself, the functions in turn, and nothing waits for the device while the clock runs: it catches
 up after every round of calls. A quiet machine matters: the host's other work shows in all columns but the median.
 
+A layer: where Transformers is installed, what a Llama layer does in a step between its projections (layer_step.py).
+
 Columns: median, 90th percentile and mean. append's mean has the steps in it in which a tile gets full, once in 64."""
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from importlib.util import find_spec
 from unittest import mock
 
 import torch
@@ -61,6 +64,13 @@ def functions(options: argparse.Namespace, device: torch.device) -> dict[str, Ca
     if not options.no_launch:
         gqa = {"enable_gqa": heads != kv_heads}
         measured["scaled_dot_product_attention"] = lambda: F.scaled_dot_product_attention(q, k, v, **gqa)
+    if find_spec("transformers"):
+        from profiling import layer_step
+
+        capacity = options.tokens + -(-calls // layer_step.LAYERS)
+        measured["SparseKVCache, layer"] = layer_step.sparse(heads, k, v, min(KEEP, head_dim), capacity)
+        if not options.no_launch:
+            measured["DynamicCache and sdpa, layer"] = layer_step.dense(heads, k, v)
     return measured
 
 

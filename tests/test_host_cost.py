@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 
@@ -19,6 +21,10 @@ NAMES = {
     "KVCache.append",
     "KVCache.attend",
 }
+BESIDE = {"scaled_dot_product_attention"}
+if find_spec("transformers"):
+    NAMES |= {"SparseKVCache, layer"}
+    BESIDE |= {"DynamicCache and sdpa, layer"}
 
 
 def times(text: str) -> dict[str, list[float]]:
@@ -38,7 +44,7 @@ def test_every_function_has_its_times(capsys):
 @pytest.mark.gpu
 def test_beside_torch_on_a_gpu(capsys):
     assert host_cost.main(SMALL[1:]) == 0
-    assert set(times(capsys.readouterr().out)) == NAMES | {"scaled_dot_product_attention"}
+    assert set(times(capsys.readouterr().out)) == NAMES | BESIDE
 
 
 @pytest.mark.parametrize(
