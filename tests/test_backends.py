@@ -153,7 +153,7 @@ def test_launches_on_the_tensors_device_and_its_stream(monkeypatch, current):
         yield
         seen.append("back")
 
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current, raising=False)
     monkeypatch.setattr(torch.cuda, "device", make_current)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 100 + index, raising=False)
     assert launch(lambda *arguments: seen.append(arguments) or "result", device, "a", 2) == "result"

@@ -65,7 +65,7 @@ def launch(function: Callable[..., _Result], device: torch.device, *arguments: o
     What decoding calls: without the context managers of torch.cuda and a torch.cuda.Stream made for every call.
     """
     stream = torch._C._cuda_getCurrentRawStream(device.index)
-    if device.index == torch.cuda.current_device():
+    if device.index == torch._C._cuda_getDevice():
         return function(*arguments, stream)
     with torch.cuda.device(device):
         return function(*arguments, stream)

@@ -112,7 +112,7 @@ def _attend(
     keys, values: contiguous or of pages of one table; caches of `S` sequences.
     q: (B, Hq, Sq, D). sequences: (B,) int32, the sequence that a row of q meets; None: row b meets sequence b.
     window: what `_window` made. lengths: (S,) int32, how many tokens of the compressed cache count, from the first;
-        None: all.
+        None: all. Both contiguous.
     num_splits: 0 lets the kernels choose. out, lse: where to put the results, contiguous; None: new tensors.
     """
     batch, q_heads, q_tokens, _ = q.shape
@@ -123,7 +123,6 @@ def _attend(
     if out.numel() == 0:
         return out, lse
     q = _checks.plain(q)
-    sequences, lengths = _contiguous(sequences), _contiguous(lengths)
     arguments = (
         keys,
         values,
@@ -133,12 +132,12 @@ def _attend(
         batch,
         q_heads,
         q_tokens,
-        _address(sequences),
-        _address(lengths),
+        0 if sequences is None else sequences.data_ptr(),
+        0 if lengths is None else lengths.data_ptr(),
         scale,
         causal,
         out.data_ptr(),
-        _address(lse),
+        0 if lse is None else lse.data_ptr(),
         num_splits,
     )
     if backend == "cpu":
@@ -153,7 +152,7 @@ def _attend(
 def _attend_on_gpu(arguments: tuple[Any, ...], q: Tensor, backend: str, stream: int) -> None:
     batch, q_heads, q_tokens, _ = q.shape
     nbytes = _C.cuda.attention_workspace_bytes(arguments[0], batch, q_heads, q_tokens, backend)
-    workspace = torch.empty(nbytes, dtype=torch.uint8, device=q.device)
+    workspace = q.new_empty(-(-nbytes // q.itemsize))  # of q's dtype: no call for memory is shorter
     _C.cuda.sparse_attention(*arguments, workspace.data_ptr(), backend, stream)
 
 
@@ -164,15 +163,8 @@ def _window(keys: Tensor, values: Tensor, lengths: Tensor | None = None) -> _C.W
         from the first; None: all.
     """
     k_strides, v_strides = keys.stride()[:3], values.stride()[:3]
-    return _C.Window(keys.data_ptr(), values.data_ptr(), k_strides, v_strides, keys.shape[2], _address(lengths))
-
-
-def _contiguous(tensor: Tensor | None) -> Tensor | None:
-    return tensor if tensor is None else _checks.plain(tensor).contiguous()
-
-
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
+    address = 0 if lengths is None else lengths.data_ptr()
+    return _C.Window(keys.data_ptr(), values.data_ptr(), k_strides, v_strides, keys.shape[2], address)
 
 
 @torch.no_grad()
@@ -288,7 +280,8 @@ def _run(
     window = None
     if k_window is not None and v_window is not None and k_window.shape[2]:
         window = _checks.plain(k_window), _checks.plain(v_window)
-    options: dict[str, Any] = {"lengths": seq_lens, "scale": scale, "causal": causal, "out": out}
+    lengths = None if seq_lens is None else _checks.plain(seq_lens).contiguous()
+    options: dict[str, Any] = {"lengths": lengths, "scale": scale, "causal": causal, "out": out}
     if backend == "reference":
         dense = reference.decompress(k), reference.decompress(v)
         out, computed = _attend_reference(*dense, q, window=window, **options)
