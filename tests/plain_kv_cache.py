@@ -86,6 +86,10 @@ class PlainKVCache:
             out.append((p @ v.double().repeat_interleave(groups, 0)).to(q.dtype))
         return torch.stack(out)
 
+    def _step(self, k, v, q, *, scale, backend):
+        self.append(k, v)
+        return self.attend(q, scale=scale, backend=backend)
+
     def dense(self, sequence):
         return tuple(self.rows[sequence])
 

@@ -183,6 +183,13 @@ def new_tokens(made_for: CacheConfig, k: Any, v: Any) -> None:
         raise ValueError(f"v must have the shape of k, {tuple(k.shape)}, got {tuple(v.shape)}")
 
 
+def appended_tokens(made_for: CacheConfig, k: Any, v: Any) -> None:
+    """`new_tokens`, at least one."""
+    new_tokens(made_for, k, v)
+    if k.shape[2] < 1:
+        raise ValueError(f"k must have at least 1 token to append, got shape {tuple(k.shape)}")
+
+
 def queries(made_for: CacheConfig, q: Any) -> None:
     """(B, Hq, Sq, D)."""
     _like_cache(q, "q", made_for)
@@ -197,9 +204,13 @@ def queries(made_for: CacheConfig, q: Any) -> None:
 
 
 def _like_cache(x: Any, name: str, made_for: CacheConfig) -> None:
-    _checks.tensor(x, name)
-    _checks.dtype(x, name, (made_for.dtype,), " like the cache")
-    _checks.device(x, name, made_for.device, "the cache")
+    # What passes is asked for here, without calls: a model's step comes by three times a layer.
+    if not isinstance(x, Tensor) or x.layout is not torch.strided:
+        _checks.tensor(x, name)
+    if x.dtype is not made_for.dtype:
+        _checks.dtype(x, name, (made_for.dtype,), " like the cache")
+    if x.device != made_for.device:
+        _checks.device(x, name, made_for.device, "the cache")
 
 
 def integers(value: Any, name: str, count: int | None) -> list[int]:

@@ -17,6 +17,7 @@ class CacheRows:
 
     def __init__(self, made_for: _cache_checks.CacheConfig) -> None:
         self._config = made_for
+        self._on_gpu = made_for.device.type == "cuda"
         self._table = made_for.table()
         with torch.inference_mode(False):  # whose tensors could not be written to outside of it
             self._storage = CacheStorage(made_for)
@@ -83,7 +84,7 @@ class CacheRows:
         Raises TypeError or ValueError for arguments that do not fit; RuntimeError, before anything changes, if a cut
         page is shared, a graph was captured, and no page is free for a copy.
         """
-        rows = list(range(self.batch)) if sequences is None else self._rows(sequences, None, "length")
+        rows = range(self.batch) if sequences is None else self._rows(sequences, None, "length")
         keeps = _cache_checks.integers(length, "length", len(rows))
         self._refresh("crop")
         targets: list[Target] = []
@@ -190,7 +191,7 @@ class CacheRows:
 
     def _rows(
         self, sequences: Sequence[int] | Tensor | None, count: int | None, of: str, take: bool = False
-    ) -> list[int]:
+    ) -> Sequence[int]:
         """Row numbers that a call means; take: those of None need not be in use yet."""
         if sequences is None:
             assert count is not None
@@ -198,7 +199,7 @@ class CacheRows:
                 raise ValueError(f"{of} must have at most max_batch = {self.max_batch} rows, got {count}")
             if not take and not self._table.reaches(count):
                 raise ValueError(f"{of} must have at most batch = {self.batch} rows, got {count}")
-            return list(range(count))
+            return range(count)
         rows = _cache_checks.rows(sequences, "sequences", self._config.max_batch, "max_batch")
         if count is not None and len(rows) != count:
             raise ValueError(f"sequences must name one row for each of {of}'s {count}, got {len(rows)}")
@@ -214,13 +215,13 @@ class CacheRows:
         self._require_use([row], "sequence")
         return row
 
-    def _require_use(self, rows: list[int], name: str) -> None:
+    def _require_use(self, rows: Sequence[int], name: str) -> None:
         for row in rows:
             if not self._table.is_used(row):
                 raise ValueError(f"{name} must be in use, {row} is not: take it by add or fork")
 
     def _capturing(self) -> bool:
-        return self._config.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        return self._on_gpu and torch.cuda.is_current_stream_capturing()
 
     def _outside_capture(self, what: str) -> None:
         if self._capturing():

@@ -59,7 +59,7 @@ class SequenceTable:
         self, max_batch: int, *, pages: int, page_tokens: int, recent: int, capacity: int, pool_argument: str
     ) -> None:
         self._rows = [Row() for _ in range(max_batch)]
-        self._group: list[int] = []  # rows that take tokens in step,
+        self._group: Sequence[int] = ()  # rows that take tokens in step,
         self._left = 0  # how many more each of them has room for in its window,
         self._owed = 0  # and those that they took and that are not in `_rows` yet
         self.allocator = PageAllocator(pages)
@@ -77,7 +77,7 @@ class SequenceTable:
         """All rows as they are now, for whoever reads or changes them."""
         for row in self._group if self._owed else ():
             self._rows[row].window += self._owed
-        self._group, self._owed = [], 0
+        self._group, self._owed = (), 0
         return self._rows
 
     def is_used(self, row: int) -> bool:
@@ -86,7 +86,10 @@ class SequenceTable:
     @property
     def batch(self) -> int:
         """Rows up to the last that is in use."""
-        return next((i + 1 for i in range(len(self._rows) - 1, -1, -1) if self._rows[i].used), 0)
+        count = len(self._rows)
+        while count and not self._rows[count - 1].used:
+            count -= 1
+        return count
 
     def reaches(self, count: int) -> bool:
         """Whether `batch` is at least `count`."""
@@ -142,16 +145,17 @@ class SequenceTable:
                 pages += new
         return changes
 
-    def stays_dense(self, rows: list[int], tokens: int) -> bool:
+    def stays_dense(self, rows: Sequence[int], tokens: int) -> bool:
         """Whether rows in use take so many more tokens into their windows: no tile gets full, `provide` need not be
-        called. What most steps of decoding ask, of the same rows each: it takes a look at all of them once a tile."""
+        called. What most steps of decoding ask, of the same rows each: it takes a look at all of them once a tile. It keeps
+        `rows`, which nobody may change."""
         if rows != self._group:
             table = self.rows
             states = [table[row] for row in rows]
             windows = (self.recent + TILE - 1 - state.window for state in states)
             ends = (self.capacity - state.tokens for state in states)
             self._left = min(*windows, *ends) if states and all(state.used for state in states) else 0
-            self._group = list(rows)
+            self._group = rows
         return tokens <= self._left
 
     def advance_dense(self, tokens: int) -> None:

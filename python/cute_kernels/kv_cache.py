@@ -214,9 +214,7 @@ class KVCache(CacheRows):
 
         Raises what `prefill` raises, and RuntimeError in a capture without pages or with a rule but "magnitude".
         """
-        _cache_checks.new_tokens(self._config, k, v)
-        if k.shape[2] < 1:
-            raise ValueError(f"k must have at least 1 token to append, got shape {tuple(k.shape)}")
+        _cache_checks.appended_tokens(self._config, k, v)
         if _ops.eager(k, v):
             self._append(k, v, sequences)
         else:
@@ -230,12 +228,10 @@ class KVCache(CacheRows):
             return
         if self._captured:
             self._refresh("append")
-        new = k.shape[2]
+        new, named = k.shape[2], None if sequences is None else rows
         if new > self._config.max_append:
             self._extend(k, v, rows, [new] * len(rows))
-            return
-        named = None if sequences is None else rows
-        if self._table.stays_dense(rows, new):
+        elif self._table.stays_dense(rows, new):
             self._storage.append(k, v, named)
             self._table.advance_dense(new)
         elif not self._prunes_in_kernels:
@@ -272,7 +268,7 @@ class KVCache(CacheRows):
         if the backend cannot serve the call; all before anything is launched.
         """
         _cache_checks.queries(self._config, q)
-        scale = 1 / math.sqrt(self.head_dim) if scale is None else _checks.scale(scale)
+        scale = self._scale(scale)
         _checks.flag(causal, "causal")
         _checks.flag(return_lse, "return_lse")
         if out is not None:
@@ -317,12 +313,31 @@ class KVCache(CacheRows):
             backend=name,
         )
 
+    def _step(self, k: Tensor, v: Tensor, q: Tensor, *, scale: float | None, backend: str) -> Tensor:
+        """`append` of k and v, then `attend` of q: a layer's part of a model's step, for less of the host's time.
+
+        k, v, q and scale are checked before anything changes. backend: a name that `check_name` passed.
+        """
+        if not _ops.eager(k, v, q):
+            self.append(k, v)
+            out = self.attend(q, scale=scale, backend=backend)
+            assert isinstance(out, Tensor)
+            return out
+        _cache_checks.appended_tokens(self._config, k, v)
+        _cache_checks.queries(self._config, q)
+        scale = self._scale(scale)
+        self._append(k, v, None)
+        return self._attend(q, scale, True, False, None, None, backend)[0]
+
+    def _scale(self, scale: float | None) -> float:
+        return 1 / math.sqrt(self.head_dim) if scale is None else _checks.scale(scale)
+
     def _dense(self, row: int) -> tuple[Tensor, Tensor]:
         state = self._table.rows[row]
         return self._storage.dense(row, state.compressed, state.window)
 
     @torch.no_grad()
-    def _extend(self, k: Tensor, v: Tensor, rows: list[int], tokens: list[int]) -> None:
+    def _extend(self, k: Tensor, v: Tensor, rows: Sequence[int], tokens: list[int]) -> None:
         changes = self._table.provide(rows, tokens)
         self._storage.apply(changes)
         for run in list(runs(rows, self._table.rows, tokens)):
@@ -330,7 +345,7 @@ class KVCache(CacheRows):
             self._storage.extend(k, v, run, (compressed - run.compressed) // TILE)
         self._table.advance(rows, tokens)
 
-    def _append_captured(self, k: Tensor, v: Tensor, rows: list[int]) -> None:
+    def _append_captured(self, k: Tensor, v: Tensor, rows: Sequence[int]) -> None:
         if not self._prunes_in_kernels:
             raise RuntimeError(
                 f"only rule 'magnitude' prunes in a CUDA graph, this cache has {self.key_rule.name!r} for keys and "

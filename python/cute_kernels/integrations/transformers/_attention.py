@@ -134,8 +134,8 @@ def attention(
         )
     if dropout:
         raise ValueError(f"attention over a SparseKVCache has no dropout, got {dropout}; call model.eval()")
-    for name, plain in _PLAIN.items():
-        if (found := kwargs.get(name)) is not None and found is not plain:
+    for name, found in kwargs.items():
+        if name in _PLAIN and found is not None and found is not _PLAIN[name]:
             _check_option(name, found)
     if not getattr(module, "is_causal", True):
         raise ValueError(f"{type(module).__name__} is not causal, which SparseKVCache does not serve")
