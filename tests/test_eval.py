@@ -242,10 +242,12 @@ def test_generation_without_pruned_tokens_is_the_models_own(folder, name, rng):
     from cute_kernels.eval.decoding import generate
 
     model = models.load_model(folder, torch.device("cpu"))
-    prompt = torch.randint(3, 90, (40,))
-    expected = model.generate(prompt[None], attention_mask=torch.ones(1, 40), max_new_tokens=12, do_sample=False)[
-        0, 40:
-    ]
+    expected = torch.empty(0)
+    while len(expected) < 6:  # few random prompts are answered with the end at once
+        prompt = torch.randint(3, 90, (40,))
+        expected = model.generate(prompt[None], attention_mask=torch.ones(1, 40), max_new_tokens=12, do_sample=False)[
+            0, 40:
+        ]
     for setting in (DENSE, grid([name], ["both"], [0.5], window=64)[1]):
         models.prepare(model, [setting], "pruned")
         got = generate(model, models.cache_maker(model, setting), prompt, 12, [1])
