@@ -82,8 +82,8 @@ inline Plan choose_plan(DeviceLimits const& device, matmul::KernelLimits const& 
 }
 
 // Where it is about as even, cuts segments rather than the whole line into pieces, such that the CTAs of a cluster have
-// all those of their segments: that saves partials and the kernel that adds them up, in whose time an SM multiplies
-// kTilesOfCombine tiles.
+// all those of their segments: that saves partials and the kernel that adds them up, worth about kTilesOfCombine
+// tiles of an SM.
 inline constexpr int kTilesOfCombine = 8;
 
 inline void cut_by_segments(DeviceLimits const& device, int segments, int tiles_per_segment, matmul::Config& config) {

@@ -11,7 +11,7 @@ namespace cute_kernels::attention::sm90 {
 
 using matmul::sm90::StageRing;
 
-inline constexpr int kStagesAhead = 16;  // at most, beyond one a worker: more would not come any sooner
+inline constexpr int kStagesAhead = 16;  // at most, beyond one a worker; other numbers have not been tried
 
 // Stages beyond a shorter piece's end stay empty, and so do those of the window if its tokens are not staged.
 template <int N>
