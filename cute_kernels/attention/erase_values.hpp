@@ -25,7 +25,7 @@ struct ValueStreams {
     constexpr uint16_t kExponent = std::is_same_v<typename Traits::Element, half_t> ? 0x7c00 : 0x7f80;
     constexpr uint32_t kEvenBytes = 0x00ff00ffu;  // of a bitmap: elements of the first stream
     int count[2] = {0, 0};
-    CUTE_UNROLL
+#pragma unroll 2
     for (int row = 0; row < kBitmapRows; ++row) {
       uint32_t word = words[row * format::kLanes];
       count[0] += __popc(word & kEvenBytes), count[1] += __popc(word & ~kEvenBytes);

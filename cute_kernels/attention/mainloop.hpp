@@ -35,9 +35,8 @@ CUTE_DEVICE void attend_window(Params const& params, Segment const& segment, int
   window.multiply_keys(pipeline.next(), tCrS);
   pipeline.release();
   scale_logits(tCrS, params.scale_log2);
-  Visibility(params, segment).template mask<Traits>(tCrS, part, true, [&](int position) {
-    return window.token(position);
-  });
+  Visibility::mask<Traits>(tCrS, part, Visibility(params, segment).template limits<Traits>(true),
+                           [&](int position) { return window.token(position); });
   softmax.weigh(tCrS, TokenOrders{}, tCrP, tCrO);
   window.multiply_values(pipeline.next(), channel_order<Traits>(params.values, segment), tCrP, tCrO);
   pipeline.release();
@@ -77,12 +76,11 @@ CUTE_DEVICE int attend(Params const& params, WorkLine<Traits::kN> const& line, U
 
     CUTE_NO_UNROLL
     for (; unit < min(first_tile, end); ++unit)
-      attend_window<Traits>(params, line.segment_with(unit), unit, worker.part, pipeline, softmax, tCrP, tCrO);
+      attend_window<Traits>(params, segment, unit, worker.part, pipeline, softmax, tCrP, tCrO);
 
-    // Looked up again rather than held on to: the window needs the registers, unless workers are few (D 256).
-    if constexpr (Traits::kHeadDim < format::kMaxHeadDim) segment = line.segment_with(end - 1);
     Queries<Traits>(params, segment).load(channel_order<Traits>(params.keys, segment), tCrQ);
     int seen_by_all = Visibility(params, segment).seen_by_all();
+    auto limits = Visibility(params, segment).template limits<Traits>(false);
     CUTE_NO_UNROLL
     for (; unit < end; ++unit) {
       int first_token = (unit - first_tile) * kUnitTokens;
@@ -93,9 +91,8 @@ CUTE_DEVICE int attend(Params const& params, WorkLine<Traits::kN> const& line, U
                                                                               worker.part, tCrQ, tCrS);
       scale_logits(tCrS, params.scale_log2);
       if (first_token + kUnitTokens > seen_by_all)
-        Visibility(params, line.segment_with(unit)).template mask<Traits>(tCrS, worker.part, false, [&](int position) {
-          return first_token + keys.token_order[position];
-        });
+        Visibility::mask<Traits>(tCrS, worker.part, limits,
+                                 [&](int position) { return first_token + keys.token_order[position]; });
       softmax.weigh(tCrS, params.own_orders ? TokenOrders{keys.token_order, keys.value_order} : TokenOrders{}, tCrP,
                     tCrO);
       pipeline.release();

@@ -16,27 +16,31 @@ class Visibility {
     return segment_.tokens + min(0, segment_.window_tokens - newest);
   }
 
-  // Takes away a warp's logits of what is not seen. token_at(position in the tile): counted from the first of the
-  // compressed tokens, or with in_window from the first of the window.
-  template <class Traits, class FragmentS, class TokenAt>
-  CUTE_DEVICE void mask(FragmentS& tCrS /* ((2,2),own MMA_M,MMA_N) */, int part, bool in_window,
-                        TokenAt&& token_at) const {
-    auto thr_mma = typename Traits::TiledMma{}.get_slice(threadIdx.x % 32);
-    Tensor cC = make_identity_tensor(Shape<Int<16 * Traits::kOwnTokenBlocks>, Int<Traits::kN>>{});
-    Tensor tCcC = thr_mma.partition_C(cC);  // ((2,2),own MMA_M,MMA_N) -> (token_position in the part, row)
+  // Tokens that the rows of a lane's logits see, of the compressed ones or of the window.
+  template <class Traits>
+  CUTE_DEVICE cute::array<int, 2 * Traits::kRowBlocks> limits(bool in_window) const {
+    Tensor tCcC = logit_coordinates<Traits>();
+    cute::array<int, 2 * Traits::kRowBlocks> limits;
+    CUTE_UNROLL
+    for (int i = 0; i < 2 * Traits::kRowBlocks; ++i)
+      limits[i] = limit(get<1>(tCcC(make_coord(i % 2, 0), 0, i / 2)), in_window);
+    return limits;
+  }
+
+  // Takes away a warp's logits of what is not seen. token_at(position in the tile): counted as the limits are.
+  template <class Traits, class FragmentS, class Limits, class TokenAt>
+  CUTE_DEVICE static void mask(FragmentS& tCrS /* ((2,2),own MMA_M,MMA_N) */, int part, Limits const& limits,
+                               TokenAt&& token_at) {
+    Tensor tCcC = logit_coordinates<Traits>();
     CUTE_STATIC_ASSERT_V(shape(tCcC) == shape(tCrS));
     int first_position = part * 16 * Traits::kOwnTokenBlocks;
-    int limits[2 * (Traits::kN / 8)];
-    CUTE_UNROLL
-    for (int i = 0; i < 2 * (Traits::kN / 8); ++i)
-      limits[i] = limit(get<1>(tCcC(make_coord(i % 2, 0), 0, i / 2)), in_window);
     CUTE_UNROLL
     for (int m = 0; m < size<1>(tCrS); ++m) {
       CUTE_UNROLL
       for (int j = 0; j < 2; ++j) {
         int token = token_at(first_position + get<0>(tCcC(make_coord(0, j), m, 0)));
         CUTE_UNROLL
-        for (int i = 0; i < 2 * (Traits::kN / 8); ++i)
+        for (int i = 0; i < 2 * Traits::kRowBlocks; ++i)
           if (token >= limits[i]) tCrS(make_coord(i % 2, j), m, i / 2) = -INFINITY;
       }
     }
@@ -45,6 +49,12 @@ class Visibility {
  private:
   Params const& params_;
   Segment const& segment_;
+
+  template <class Traits>
+  CUTE_DEVICE static auto logit_coordinates() {  // ((2,2),own MMA_M,MMA_N) -> (token_position in the part, row)
+    auto thr_mma = typename Traits::TiledMma{}.get_slice(threadIdx.x % 32);
+    return thr_mma.partition_C(make_identity_tensor(Shape<Int<16 * Traits::kOwnTokenBlocks>, Int<Traits::kN>>{}));
+  }
 
   // Tokens that a row of the block sees of the compressed ones, or of the window.
   CUTE_DEVICE int limit(int row, bool in_window) const {

@@ -36,10 +36,29 @@ class WindowUnit {
     Window const& window = params_.window;
     Rows keys = rows(stage, window.keys, window.key_strides);
     Queries<Traits> queries(params_, segment_);
-    if (params_.window_vectorized)
-      multiply_vectors<true>(keys, queries, tCrS);
-    else
-      multiply_vectors<false>(keys, queries, tCrS);
+    int row = 16 * part_ + lane_ / 4;
+    MMA_Atom<matmul::MmaOp<Element>> mma;
+    clear(tCrS);
+    // A lane takes 8 neighbouring channels of every 32, of keys and of queries alike: the order of terms is free.
+    CUTE_NO_UNROLL
+    for (int channel = 8 * (lane_ % 4); channel < Traits::kHeadDim; channel += 32) {
+      uint4 a[2];
+      CUTE_UNROLL
+      for (int i = 0; i < 2; ++i)
+        a[i] =
+            row + 8 * i < tokens_ ? vector(keys.data + (row + 8 * i) * keys.stride, channel) : make_uint4(0, 0, 0, 0);
+      Tensor tCrA = make_tensor<Element>(Shape<Shape<_2, _2, _2>, _2>{});  // (MMA,blocks of 16 channels)
+      Tensor words = recast<uint32_t>(tCrA);
+      words(0, 0) = a[0].x, words(1, 0) = a[1].x, words(2, 0) = a[0].y, words(3, 0) = a[1].y;
+      words(0, 1) = a[0].z, words(1, 1) = a[1].z, words(2, 1) = a[0].w, words(3, 1) = a[1].w;
+      CUTE_UNROLL
+      for (int n = 0; n < Traits::kRowBlocks; ++n) {
+        Tensor tCrB = make_tensor<Element>(Shape<Shape<_2, _2>, _2>{});  // (MMA,blocks of 16 channels)
+        *reinterpret_cast<uint4*>(raw_pointer_cast(tCrB.data())) = vector(queries.row(n), channel);
+        cute::gemm(mma, tCrA(_, 0), tCrB(_, 0), tCrS(_, 0, n));
+        cute::gemm(mma, tCrA(_, 1), tCrB(_, 1), tCrS(_, 0, n));
+      }
+    }
   }
 
   // O^T += V^T P^T, channels in the order of the compressed values. `stage`: that of the unit's values.
@@ -49,7 +68,8 @@ class WindowUnit {
                                    FragmentO& tCrO /* (MMA,own MMA_M,MMA_N) */) const {
     Window const& window = params_.window;
     Rows values = rows(stage, window.values, window.value_strides);
-    int row = lane_ / 4, column = 2 * (lane_ % 4);
+    int row = lane_ / 4, column = 2 * (lane_ % 4), last_token = max(tokens_ - 1, 0),
+        last_channel = params_.values.head_dim - 1;
     MMA_Atom<matmul::MmaOp<Element>> mma;
     uint8_t const* channels = channel_order + 16 * part_ * Traits::kOwnChannelBlocks + row;
     CUTE_UNROLL
@@ -57,15 +77,22 @@ class WindowUnit {
       ptx::compiler_fence();  // or more loads come first than registers suffice for
       Tensor tCrA = make_tensor<Element>(
           Shape<Shape<_2, _2, _2>, Int<kRound>, Int<Traits::kWorkerWarps>>{});  // (MMA,MMA_M,token blocks)
+      Tensor words = recast<uint32_t>(tCrA);                                    // pairs of tokens
+      int channel[2 * kRound];
       CUTE_UNROLL
-      for (int m = 0; m < kRound; ++m) {
-        int channel[2] = {channels[16 * (round + m)], channels[16 * (round + m) + 8]};
+      for (int i = 0; i < 2 * kRound; ++i)  // those beyond the last are not stored
+        channel[i] = min(static_cast<int>(channels[16 * round + 8 * i]), last_channel);
+      CUTE_UNROLL
+      for (int pair = 0; pair < 2 * Traits::kWorkerWarps; ++pair) {
+        // A weight of 0 must not meet whatever lies where there is no token: zeros take its place.
+        int token = 8 * pair + column, low = min(token, last_token), high = min(token + 1, last_token);
+        uint32_t exists = (token < tokens_ ? 0xffffu : 0) | (token + 1 < tokens_ ? 0xffff0000u : 0);
         CUTE_UNROLL
-        for (int k = 0; k < Traits::kWorkerWarps; ++k) {
-          CUTE_UNROLL
-          for (int v = 0; v < 8; ++v)
-            tCrA(v, m, k) = at(values, 16 * k + column + v % 2 + 8 * (v / 4), channel[v / 2 % 2]);
-        }
+        for (int i = 0; i < 2 * kRound; ++i)
+          words(i % 2 + 2 * (pair % 2), i / 2, pair / 2) =
+              (bits(values.data[low * values.stride + channel[i]]) |
+               bits(values.data[high * values.stride + channel[i]]) << 16) &
+              exists;
       }
       CUTE_UNROLL
       for (int m = 0; m < kRound; ++m) {
@@ -101,48 +128,15 @@ class WindowUnit {
             static_cast<int>(strides[2])};
   }
 
-  // Zeros where there is no such token or channel: whatever lies there must not meet a weight of 0.
-  CUTE_DEVICE Element at(Rows const& rows, int token, int channel) const {
-    return token < tokens_ && channel < params_.keys.head_dim ? rows.data[token * rows.stride + channel] : Element(0.f);
-  }
-
-  // A lane takes 8 neighbouring channels of every 32, of keys and of queries alike: the order of terms is free.
-  template <bool kVectorized, class FragmentS>
-  CUTE_DEVICE void multiply_vectors(Rows const& keys, Queries<Traits> const& queries, FragmentS& tCrS) const {
-    int row = 16 * part_ + lane_ / 4;
-    MMA_Atom<matmul::MmaOp<Element>> mma;
-    clear(tCrS);
-#pragma unroll(kVectorized ? 2 * kRound : 1)
-    for (int k = 0; k < Traits::kHeadDim / 32; ++k) {
-      int channel = 32 * k + 8 * (lane_ % 4);
-      uint4 a[2];
-      CUTE_UNROLL
-      for (int i = 0; i < 2; ++i)
-        a[i] = row + 8 * i < tokens_ ? vector<kVectorized>(keys.data + (row + 8 * i) * keys.stride, channel)
-                                     : make_uint4(0, 0, 0, 0);
-      Tensor tCrA = make_tensor<Element>(Shape<Shape<_2, _2, _2>, _2>{});  // (MMA,blocks of 16 channels)
-      Tensor words = recast<uint32_t>(tCrA);
-      words(0, 0) = a[0].x, words(1, 0) = a[1].x, words(2, 0) = a[0].y, words(3, 0) = a[1].y;
-      words(0, 1) = a[0].z, words(1, 1) = a[1].z, words(2, 1) = a[0].w, words(3, 1) = a[1].w;
-      CUTE_UNROLL
-      for (int n = 0; n < Traits::kRowBlocks; ++n) {
-        Tensor tCrB = make_tensor<Element>(Shape<Shape<_2, _2>, _2>{});  // (MMA,blocks of 16 channels)
-        *reinterpret_cast<uint4*>(raw_pointer_cast(tCrB.data())) = vector<kVectorized>(queries.row(n), channel);
-        cute::gemm(mma, tCrA(_, 0), tCrB(_, 0), tCrS(_, 0, n));
-        cute::gemm(mma, tCrA(_, 1), tCrB(_, 1), tCrS(_, 0, n));
-      }
-    }
-  }
+  CUTE_DEVICE static uint32_t bits(Element const& value) { return reinterpret_cast<uint16_t const&>(value); }
 
   // Channels [channel, channel + 8) of a row; zeros beyond the last.
-  template <bool kVectorized>
   CUTE_DEVICE uint4 vector(Element const* row, int channel) const {
-    int head_dim = params_.keys.head_dim;
-    if constexpr (kVectorized)
-      return channel < head_dim ? *reinterpret_cast<uint4 const*>(row + channel) : make_uint4(0, 0, 0, 0);
+    if (channel >= params_.keys.head_dim) return make_uint4(0, 0, 0, 0);  // which is a multiple of 8
+    if (params_.window_vectorized) return *reinterpret_cast<uint4 const*>(row + channel);
     Tensor elements = make_tensor<Element>(_8{});
     CUTE_UNROLL
-    for (int i = 0; i < 8; ++i) elements(i) = channel + i < head_dim ? row[channel + i] : Element(0.f);
+    for (int i = 0; i < 8; ++i) elements(i) = row[channel + i];
     Tensor words = recast<uint32_t>(elements);
     return make_uint4(words(0), words(1), words(2), words(3));
   }

@@ -39,7 +39,8 @@ struct Segment {
 
 // Shared memory that a WorkLine takes; stages may follow.
 constexpr int line_bytes(bool ragged, int batch) {
-  return ragged ? ((batch + 1) * static_cast<int>(sizeof(int)) + static_cast<int>(sizeof(Cut)) + 127) / 128 * 128 : 0;
+  int row_bytes = ragged ? (batch + 1) * static_cast<int>(sizeof(int)) + static_cast<int>(sizeof(Cut)) : 0;
+  return ((kMaxWorkers + 1) * static_cast<int>(sizeof(int)) + row_bytes + 127) / 128 * 128;
 }
 
 // What a CTA knows of the line.
@@ -47,17 +48,26 @@ template <int N>
 class WorkLine {
  public:
   // shared: line_bytes of shared memory, at an address that takes no register: the work is looked up all over.
-  CUTE_DEVICE WorkLine(Params const& params, void* shared) : params_(params), unit_ends_(static_cast<int*>(shared)) {}
+  CUTE_DEVICE WorkLine(Params const& params, void* shared)
+      : params_(params), piece_begins_(static_cast<int*>(shared)), unit_ends_(piece_begins_ + kMaxWorkers + 1) {}
 
-  // With all threads of the CTA.
+  // With all threads of the CTA: before anything else is asked for.
   CUTE_DEVICE void prepare() {
     if (!params_.ragged) return;
+    CUTE_NO_UNROLL
     for (int row = threadIdx.x; row < params_.batch; row += blockDim.x) {
       int sequence = sequence_of(row);
       unit_ends_[row + 1] = static_cast<int>(units_of(tokens_of(sequence), window_tokens_of(sequence)));
     }
     __syncthreads();
     if (threadIdx.x < 32) add_up_units();
+    __syncthreads();
+  }
+
+  // With all threads of the CTA: before its workers' pieces are asked for.
+  CUTE_DEVICE void deal_pieces() {
+    int worker = threadIdx.x;
+    if (worker <= params_.workers) piece_begins_[worker] = piece_begin(blockIdx.x * params_.workers + worker);
     __syncthreads();
   }
 
@@ -70,8 +80,7 @@ class WorkLine {
     if (params_.by_segments) params_.pieces(part, index, piece);
     return part * cut.part_units + index * cut.units_per_piece + params_.pieces.div(index * cut.spare_units);
   }
-  CUTE_DEVICE UnitRange piece(int index) const { return {piece_begin(index), piece_begin(index + 1)}; }
-  CUTE_DEVICE UnitRange piece_of_worker(int worker) const { return piece(blockIdx.x * params_.workers + worker); }
+  CUTE_DEVICE UnitRange piece_of_worker(int worker) const { return {piece_begins_[worker], piece_begins_[worker + 1]}; }
   CUTE_DEVICE int cta_begin(int cta) const { return piece_begin(cta * params_.workers); }
   CUTE_DEVICE int longest() const { return cut_of_line().units_per_piece + (cut_of_line().spare_units > 0); }
 
@@ -114,7 +123,8 @@ class WorkLine {
 
  private:
   Params const& params_;
-  int* unit_ends_;  // (batch + 1): units of one segment of every row before; then the cut
+  int* piece_begins_;  // (workers + 1): of the CTA's
+  int* unit_ends_;     // (batch + 1): units of one segment of every row before; then the cut
 
   // In memory, not in registers, of which workers have none to spare.
   CUTE_DEVICE Cut const& cut_of_line() const {
@@ -125,6 +135,7 @@ class WorkLine {
   CUTE_DEVICE void add_up_units() {
     int lane = threadIdx.x, sum = 0;
     if (lane == 0) unit_ends_[0] = 0;
+    CUTE_NO_UNROLL
     for (int first = 0; first < params_.batch; first += 32) {
       int units = first + lane < params_.batch ? unit_ends_[first + lane + 1] : 0;
       CUTE_UNROLL

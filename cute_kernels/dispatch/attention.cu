@@ -117,8 +117,10 @@ void run(attention::Problem const& problem, void* workspace, std::string const& 
   limits.fixed_shared_bytes += params.line_bytes;
   WindowAccess access = window_access(problem);
   params.window_vectorized = access.vectorized;
-  params.window_staged = access.staged && limits.one_ring;  // which producers fill with bulk copies
-  if (problem.window.tokens > 0 && params.window_staged)
+  bool has_window = problem.window.tokens > 0;
+  // By producers, with bulk copies. Segments without any token read an empty stage too.
+  params.window_staged = !has_window || (access.staged && limits.one_ring);
+  if (has_window && params.window_staged)
     limits.min_block_bytes = std::max(limits.min_block_bytes, attention::kWindowUnitTokens * keys.head_dim * 2);
   Plan plan = choose_plan(device, limits, rows.n, rows.rows, std::max(keys.max_tile_rows, values.max_tile_rows),
                           attention::kStageOrders * attention::kOrderBytes, 0, units);

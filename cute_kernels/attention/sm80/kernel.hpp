@@ -6,8 +6,8 @@
 
 namespace cute_kernels::attention::sm80 {
 
-// As many as the register file of 65536 holds, in whole workers a scheduler; 12 in place of 8 would not spill either, and
-// have not been measured.
+// As many as the register file of 65536 holds, in whole workers a scheduler; 12 in place of 8 would not spill either,
+// and have not been measured.
 template <class Traits>
 inline constexpr int kMaxWarps = Traits::kRegisters <= 100 ? 16 : 8;
 
@@ -30,6 +30,7 @@ __global__ void __launch_bounds__(32 * kMaxWarps<Traits>, 1) attention_kernel(CU
   WorkLine<Traits::kN> line(params, shared + kFixedBytes<Traits>);
   uint8_t* stages = shared + kFixedBytes<Traits> + params.line_bytes;
   line.prepare();
+  line.deal_pieces();
   Worker<Traits> worker(threadIdx.x / 32);
   UnitRange piece = line.piece_of_worker(worker.index);
   WorkerPipeline<Traits> pipeline(params, line, stages, worker, piece);

@@ -29,14 +29,16 @@ class SegmentResults {
   template <class Sync>
   CUTE_DEVICE void write(Share<Traits>* shares, Sync&& sync_workers) const {
     int summand = threadIdx.x % kSummands, step = Traits::kWorkerThreads * params_.workers / kSummands;
-    Place place =
-        place_of(threadIdx.x / kSummands, summand);  // what takes long to look up, before the shares are there
-    if (params_.cluster > 1)
-      cute::cluster_sync();
-    else
-      sync_workers();
-    for (int i = threadIdx.x / kSummands; i < segments_ * items_; i += step) {
-      if (i >= step) place = place_of(i, summand);
+    bool waits = true;
+    for (int i = threadIdx.x / kSummands; i < segments_ * items_ || waits; i += step) {
+      Place place = place_of(i, summand);  // what takes long to look up, before the shares are there
+      if (waits) {
+        waits = false;
+        if (params_.cluster > 1)
+          cute::cluster_sync();
+        else
+          sync_workers();
+      }
       RunningSum<Traits> sum;
       if (place.has_rows) {
         for (int cta = 0; cta < params_.cluster; ++cta) {

@@ -72,6 +72,7 @@ __global__ void __launch_bounds__(kMaxThreads<kMaxWarpgroups<Traits>>, 1)
   WorkLine<Traits::kN> line(params, shared + kFixedBytes<Traits>);
   StageRing ring{params.ring, storage.barriers, shared + kFixedBytes<Traits> + params.line_bytes, Traits::kWorkerWarps};
   line.prepare();
+  line.deal_pieces();
 
   matmul::sm90::split_roles<kMaxWarpgroups<Traits>, kProducerRegisters<Traits>>(
       [&](int producer) { load_tiles(params, line, ring, producer); },

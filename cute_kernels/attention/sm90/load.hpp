@@ -20,6 +20,7 @@ struct Slot {
   int rows = 0;                 // of a tile's block; below 0: -tokens of the window; 0: nothing
   int tile = 0, first_row = 0;  // of the window: the low and the high half of their offset in elements
 
+  Slot() = default;
   CUTE_DEVICE Slot(RingParams const& params, WorkLine<N> const& line, int number) {
     int turn, worker;
     params.ring.workers(turn, worker, number);

@@ -19,14 +19,18 @@ CUTE_DEVICE void fill_ring(StageRing const& ring, int producer, int turns, Args 
   int lane = threadIdx.x % 32, producers = ring.shape.producers, end = turns * ring.shape.workers.divisor;
   if (producer >= producers) return ring.arrive();
   int fresh = min(ring.shape.stages.divisor / producers, 31);  // copies after which the first have to be waited for
-  Slot next(args..., producer + lane * producers);
-  ring.join();
-  for (int first = producer; first < end; first += 32 * producers) {
-    Slot mine = next;
+  Slot mine, next;
+  // From `fresh` of the 32 before the first, so that lookups are in one place: code is small, or late to arrive.
+  for (int i = fresh, first = producer - 32 * producers; first < end; first += 32 * producers, i = 0) {
+    mine = next;
     CUTE_NO_UNROLL
-    for (int i = 0; i < 32 && first + i * producers < end; ++i) {
+    for (; i < 32 && first + i * producers < end; ++i) {
       __syncwarp();  // a lane that still issues must not be left behind by lanes that wait
       if (i == fresh) next = Slot(args..., first + (32 + lane) * producers);
+      if (first < 0) {
+        ring.join();
+        break;
+      }
       RingPlace place = ring.place(first + i * producers), landing{place.stage - kTilesUnderWay, place.use};
       ring.wait_empty(place);
       if (landing.stage < 0) landing.stage += ring.shape.stages.divisor, --landing.use;

@@ -24,6 +24,7 @@ struct Slot {
   int begin = 0, end = 0;                         // rows of its block
   int first_token = 0, first_row = 0, batch = 0;  // of p
 
+  Slot() = default;
   CUTE_DEVICE Slot(TmaParams const& params, int number) {
     Work const& work = params.work;
     int turn, worker;
