@@ -135,7 +135,7 @@ class OutputPlace {
     channel_ = __ldg(params.values.channel_order + head * Traits::kHeadDim + 16 * m + position);
     int row = 8 * n + row_of_block;
     exists_ = row < segment.rows;
-    row_ = int64_t{segment.head} * params.rows + segment.first_row + row;
+    row_ = (int64_t{segment.row} * params.keys.kv_heads + segment.kv_head) * params.rows + segment.first_row + row;
   }
 
   // Null if there is no such row or channel, or no LSE is wanted.

@@ -14,12 +14,11 @@ class Queries {
   CUTE_DEVICE Queries(Params const& params, Segment const& segment) : head_dim_(params.keys.head_dim) {
     auto thr_mma = typename Traits::Keys::TiledMma{}.get_slice(threadIdx.x % 32);
     Tensor tCcB = thr_mma.partition_B(cB());  // ((2,2),MMA_N,MMA_K) -> (row, channel_position)
-    int batch = segment.head / params.keys.kv_heads;
     CUTE_UNROLL
     for (int n = 0; n < kBlocks; ++n) {
       int row = segment.first_row + min(get<0>(tCcB(0, n, 0)), segment.rows - 1), head, token;
       params.query_tokens(head, token, row);
-      rows_[n] = static_cast<Element const*>(params.q) + batch * params.q_strides[0] +
+      rows_[n] = static_cast<Element const*>(params.q) + segment.row * params.q_strides[0] +
                  (int64_t{segment.kv_head} * params.group + head) * params.q_strides[1] + token * params.q_strides[2];
     }
   }

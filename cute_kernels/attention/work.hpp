@@ -29,8 +29,8 @@ struct UnitRange {
 
 struct Segment {
   int index;
-  int sequence, kv_head;
-  int head;             // of the output: row of q * KV heads + KV head
+  int row, sequence;  // of q, and where its tokens are stored
+  int kv_head;
   int first_row, rows;  // of its block of query rows
   UnitRange units;      // in the line
   int window_units;     // the first of them
@@ -159,9 +159,9 @@ class WorkLine {
     params_.row_blocks(kv_head, block, in_row);
     int first_row = block * N, sequence = sequence_of(row), window_tokens = window_tokens_of(sequence);
     return {row * params_.row_segments.divisor + in_row,
+            row,
             sequence,
             kv_head,
-            row * params_.keys.kv_heads + kv_head,
             first_row,
             min(N, params_.rows - first_row),
             {begin, begin + units},
