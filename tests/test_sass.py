@@ -79,6 +79,20 @@ def test_manifest(kernels, library, cuobjdump):
     assert not moved, "\n".join(["kernels moved:", *moved, f"if that is meant: {manifest.REWRITE}"])
 
 
+def test_launches_prefetch_the_loops_over_tiles(kernels, library, cuobjdump):
+    """A launch fetches the first 64 KB of a kernel's code ahead of time; what lies behind is late to come where the
+    instruction caches are cold, which is always in a model."""
+    compiler, _ = manifest.load()
+    if dump.compiler_of(library, cuobjdump) != compiler:
+        pytest.skip(f"where code lies is known of ptxas {compiler} only")
+    wanted = re.compile(r"(sparse_\w+_warps|sm90::attention_kernel)<Traits<.*\b(64|128),8\b")
+    ends = {kernel.key: kernel.code.decoder_end for kernel in kernels
+            if kernel.arch == "sm_90a" and wanted.match(kernel.name)}
+    if not ends:
+        pytest.skip("this library has no kernels for 9.0")
+    assert len(ends) >= 16 and all(0 < end <= 64 << 10 for end in ends.values()), ends
+
+
 # ---- The reader ------------------------------------------------------------------------------------------------------
 
 HEADER = "arch = sm_90a\n\t\tFunction : k\n"
@@ -137,6 +151,16 @@ def test_predicates_and_padding():
         /*0040*/                   NOP;
     """)
     assert code.counts == {"LDGSTS": 1, "UTMALDG": 1, "LDS": 1} and code.instructions == 4
+    assert code.decoder_end == 0
+
+
+def test_where_the_decoder_ends():
+    code = code_of("""
+        /*0000*/                   IDP.4A.U8.U8 R4, R5, R6, R7 ;
+        /*fff0*/                   IDP.4A.U8.U8 R4, R5, R6, R7 ;
+        /*10000*/                  LDS.U16 R4, [R5] ;
+    """)
+    assert code.decoder_end == 64 << 10
 
 
 @pytest.mark.parametrize("body, complaint", [

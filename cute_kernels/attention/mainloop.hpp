@@ -78,6 +78,8 @@ CUTE_DEVICE int attend(Params const& params, WorkLine<Traits::kN> const& line, U
     for (; unit < min(first_tile, end); ++unit)
       attend_window<Traits>(params, segment, unit, worker.part, pipeline, softmax, tCrP, tCrO);
 
+    // Looked up again rather than held on to: the window needs the registers.
+    if constexpr (Traits::kHeadDim == format::kMaxHeadDim) segment = line.segment_with(end - 1);
     Queries<Traits>(params, segment).load(channel_order<Traits>(params.keys, segment), tCrQ);
     int seen_by_all = Visibility(params, segment).seen_by_all();
     auto limits = Visibility(params, segment).template limits<Traits>(false);

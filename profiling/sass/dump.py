@@ -23,9 +23,10 @@ _ARCH = re.compile(r"arch = (\S+)")
 _SOURCE = re.compile(r"identifier = (\S+)")
 _RESOURCES = re.compile(r"\s*Function (\S+):\n\s*REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 _FUNCTION = re.compile(r"\s*Function : (\S+)")
-_INSTRUCTION = re.compile(r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\S*)\s*(.*?)\s*;")
+_INSTRUCTION = re.compile(r"\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\S*)\s*(.*?)\s*;")
 _HGMMA = re.compile(r"(\w+), (R\d+|gdesc\[\w+\])")  # destination, A
 _WAIT_FOR_ALL = "gsb0, 0x0"
+_INSTRUCTION_BYTES = 16
 
 
 class DumpError(RuntimeError):
@@ -39,11 +40,14 @@ class Code:
     counts: Counter[str] = field(default_factory=Counter)
     instructions: int = 0
     waited: int = 0  # HGMMAs followed by a wait for all of them
+    decoder_end: int = 0  # bytes of code up to the end of the last IDP, the decoder's own instruction
     _open: bool = False  # an HGMMA was the last of HGMMAs and waits
 
-    def add(self, opcode: str, operands: str) -> None:
+    def add(self, address: int, opcode: str, operands: str) -> None:
         name = opcode.split(".")[0]
         self.instructions += name != "NOP"
+        if name == "IDP":
+            self.decoder_end = address + _INSTRUCTION_BYTES
         if name in COUNTED:
             self.counts[name] += 1
         elif name == "HMMA":
@@ -119,7 +123,7 @@ def parse_code(lines: Iterable[str]) -> Iterator[tuple[tuple[str, str], Code]]:
     arch, code = "", None
     for line in lines:
         if code is not None and (match := _INSTRUCTION.match(line)):
-            code.add(match[1], match[2])
+            code.add(int(match[1], 16), match[2], match[3])
         elif match := _ARCH.match(line):
             arch = match[1]
         elif match := _FUNCTION.match(line):

@@ -15,8 +15,10 @@ Numbers = dict[str, int]
 
 
 def numbers(kernel: Kernel) -> Numbers:
-    """What is compared: registers a thread, static bytes of shared memory, instructions in all and by kind."""
-    return {"registers": kernel.registers, "shared": kernel.shared, "instructions": kernel.code.instructions,
+    """What is compared: registers a thread, static bytes of shared memory, instructions in all and by kind, and in how
+    many bytes of code the decoder lies, where there is one."""
+    decoder = {"decoder_end": kernel.code.decoder_end} if kernel.code.decoder_end else {}
+    return {"registers": kernel.registers, "shared": kernel.shared, "instructions": kernel.code.instructions, **decoder,
             **{name: kernel.code.counts[name] for name in sorted(kernel.code.counts)}}
 
 
