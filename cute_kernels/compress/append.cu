@@ -10,6 +10,7 @@
 #include "cute_kernels/compress/pages.hpp"
 #include "cute_kernels/compress/tile_kernel.hpp"
 #include "cute_kernels/compress/trim.hpp"
+#include "cute_kernels/dispatch/device.hpp"
 
 namespace cute_kernels::compress {
 namespace {
@@ -245,24 +246,16 @@ __global__ void __launch_bounds__(AppendShape<HeadDim>::kThreads) append_kernel(
   }
 }
 
-int shared_memory_limit() {
-  int device, bytes;
-  check_cuda(cudaGetDevice(&device), "cudaGetDevice");
-  check_cuda(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), "cudaDeviceGetAttribute");
-  return bytes;
-}
-
 template <int HeadDim>
 void launch_append(AppendArguments& a, int keep, unsigned ctas, cudaStream_t stream) {
   using Shape = AppendShape<HeadDim>;
   // As for bulk compression, or what there is room for.
-  int room = (shared_memory_limit() - static_cast<int>(sizeof(AppendShared)) - 1024) / kCaches;
+  int room = (dispatch::current_device().shared_bytes - static_cast<int>(sizeof(AppendShared)) - 1024) / kCaches;
   a.staged_rows = staged_rows(HeadDim, keep);
   while (a.staged_rows > bitmap_rows(HeadDim) && Shape::part_bytes(a.staged_rows) > room) a.staged_rows -= 8;
   a.part_bytes = Shape::part_bytes(a.staged_rows);
   int bytes = kCaches * a.part_bytes;
-  check_cuda(cudaFuncSetAttribute(append_kernel<HeadDim>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
-             "cudaFuncSetAttribute");
+  allow_shared_bytes(append_kernel<HeadDim>, bytes);
   append_kernel<HeadDim><<<ctas, Shape::kThreads, bytes, stream>>>(a);
   check_cuda(cudaGetLastError(), "launch of append");
 }

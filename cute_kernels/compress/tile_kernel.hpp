@@ -3,7 +3,7 @@
 
 #include <type_traits>
 
-#include "cute_kernels/common/error.hpp"
+#include "cute_kernels/common/kernel_attributes.hpp"
 #include "cute_kernels/compress/compress.hpp"
 
 namespace cute_kernels::compress {
@@ -48,8 +48,7 @@ void visit_shape(format::SparseView const& view, F&& f) {
 template <class Kernel, class... Args>
 void launch_tiles(Kernel kernel, int64_t tiles, int threads, size_t shared_bytes, cudaStream_t stream, char const* what,
                   Args... args) {
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)),
-             "cudaFuncSetAttribute");
+  allow_shared_bytes(kernel, static_cast<int>(shared_bytes));
   kernel<<<static_cast<unsigned>(tiles), threads, shared_bytes, stream>>>(args...);
   check_cuda(cudaGetLastError(), what);
 }

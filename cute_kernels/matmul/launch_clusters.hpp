@@ -1,7 +1,7 @@
 // A launch in clusters of CTAs, CC 9.0. Of single CTAs on every device.
 #pragma once
 
-#include "cute_kernels/common/error.hpp"
+#include "cute_kernels/common/kernel_attributes.hpp"
 #include "cute_kernels/matmul/launch.hpp"
 
 namespace cute_kernels::matmul {
@@ -11,11 +11,9 @@ inline constexpr int kPortableCluster = 8;
 template <class KernelParams>
 void launch_clusters(void (*kernel)(KernelParams), KernelParams const& params, Config const& config, int threads,
                      int shared_bytes, cudaStream_t stream) {
-  auto set = [&](cudaFuncAttribute attribute, int value) {
-    check_cuda(cudaFuncSetAttribute(kernel, attribute, value), "cudaFuncSetAttribute");
-  };
-  set(cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-  if (config.cluster > kPortableCluster) set(cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  allow_shared_bytes(kernel, shared_bytes);
+  if (config.cluster > kPortableCluster)
+    raise_attribute(reinterpret_cast<void const*>(kernel), cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeClusterDimension;
   attribute.val.clusterDim = {static_cast<unsigned>(config.cluster), 1, 1};

@@ -1,7 +1,7 @@
 // Definitions behind launch.hpp for CC 8.x, included by the instantiations only.
 #pragma once
 
-#include "cute_kernels/common/error.hpp"
+#include "cute_kernels/common/kernel_attributes.hpp"
 #include "cute_kernels/matmul/launch_combine.hpp"
 #include "cute_kernels/matmul/sm80/kernels.hpp"
 
@@ -30,8 +30,7 @@ KernelLimits limits(format::DType dtype, int n) {
 template <class Kernel>
 void launch_product(Kernel kernel, Params const& params, Config const& config, cudaStream_t stream) {
   int shared_bytes = config.workers * params.stages.count * params.stages.stage_bytes;
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
-             "cudaFuncSetAttribute");
+  allow_shared_bytes(kernel, shared_bytes);
   kernel<<<config.ctas, 32 * config.workers, shared_bytes, stream>>>(params);
   check_cuda(cudaGetLastError(), "launch of a product kernel");
 }
