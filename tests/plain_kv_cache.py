@@ -88,7 +88,7 @@ class PlainKVCache:
 
     def _step(self, k, v, q, *, scale, backend):
         self.append(k, v)
-        return self.attend(q, scale=scale, backend=backend)
+        return self.attend(q, scale=scale, backend=backend).transpose(1, 2)
 
     def dense(self, sequence):
         return tuple(self.rows[sequence])

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from cute_kernels import _C
 from cute_kernels._slot_rows import SlotRows
@@ -252,48 +249,6 @@ def test_attend_into_out(backend, rng):
     out = torch.full_like(q, float("nan"))
     assert cache.attend(q, out=out, backend=backend.name) is out
     assert same_bits(out, cache.attend(q, backend=backend.name))
-
-
-@pytest.mark.parametrize("intercepted", [False, True])
-def test_a_step_appends_and_attends(backend, rng, intercepted):
-    batch, step, apart = rng.randint(1, 3), *(make(backend.device, window=5, max_append=4) for _ in range(2))
-    for _ in range(80):
-        tokens = rng.choice([1, 1, 1, 2, 7])
-        k, v = pair(batch, 2, tokens, 16, device=backend.device)
-        q, scale = pair(batch, 6, tokens, 16, device=backend.device)[0], rng.choice([None, 0.3])
-        with _Intercepts() if intercepted else nullcontext():
-            out = step._step(k, v, q, scale=scale, backend=backend.name)
-        apart.append(k, v)
-        assert same_bits(out, apart.attend(q, scale=scale, backend=backend.name))
-    assert step.lengths.tolist() == apart.lengths.tolist() and step.lengths.min() > 5 + 63
-
-
-@pytest.mark.parametrize(
-    "spoil, error, message",
-    [
-        (lambda k, v, q: (k[..., :8], v, q, 1.0), ValueError, "k must have shape"),
-        (lambda k, v, q: (k, v.float(), q, 1.0), TypeError, "v must be float16 like the cache"),
-        (lambda k, v, q: (k[:, :, :0], v[:, :, :0], q, 1.0), ValueError, "at least 1 token"),
-        (lambda k, v, q: (k, v, q[:, :1], 1.0), ValueError, "multiple of kv_heads"),
-        (lambda k, v, q: (k, v, q.to("meta"), 1.0), ValueError, "q must be on the device of the cache"),
-        (lambda k, v, q: (k, v, q.to_sparse(), 1.0), TypeError, "q must be a dense"),
-        (lambda k, v, q: (k, v, q, float("inf")), ValueError, "scale must be finite"),
-    ],
-)
-def test_a_step_that_is_refused_changes_nothing(spoil, error, message):
-    cache = make()
-    cache.append(*pair(2, 2, 9, 16))
-    *tensors, scale = spoil(*pair(2, 2, 1, 16), pair(2, 4, 1, 16)[0])
-    with pytest.raises(error, match=message):
-        cache._step(*tensors, scale=scale, backend="auto")
-    assert cache.lengths.tolist() == [9, 9]
-
-
-class _Intercepts(TorchDispatchMode):
-    """Sees every operation, and changes none."""
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        return function(*args, **(kwargs or {}))
 
 
 def test_modes_of_autograd_make_no_difference(rng):

@@ -11,5 +11,8 @@ void bind_cpu(pybind11::module_& m);     // _C.cpu
 void bind_cuda(pybind11::module_& m);  // _C.cuda
 #endif
 void bind_attention(pybind11::module_& m);  // _C.Window and sparse_attention, after the modules that it goes into
+#if CUTE_KERNELS_CUDA
+void bind_step(pybind11::module_& m);  // _C.cuda.Step, after all that it is made of
+#endif
 
 }  // namespace cute_kernels::bindings

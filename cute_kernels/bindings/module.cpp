@@ -56,4 +56,7 @@ PYBIND11_MODULE(_C, m) {
   cute_kernels::bindings::bind_cuda(m);
 #endif
   cute_kernels::bindings::bind_attention(m);
+#if CUTE_KERNELS_CUDA
+  cute_kernels::bindings::bind_step(m);
+#endif
 }

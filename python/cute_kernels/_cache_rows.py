@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cute_kernels import _cache_checks, _checks
 from cute_kernels._cache_storage import CacheStorage
+from cute_kernels._decoding_step import DecodingStep
 from cute_kernels._sequences import TILE, Target
 
 
@@ -22,6 +23,7 @@ class CacheRows:
         with torch.inference_mode(False):  # whose tensors could not be written to outside of it
             self._storage = CacheStorage(made_for)
         self._captured = False  # an append is in a graph: lengths here may be behind those on the device
+        self._known_step: DecodingStep | None = None  # the last one, as long as the storage stays where it is
 
     @property
     def max_batch(self) -> int:
@@ -66,6 +68,7 @@ class CacheRows:
         if self._captured:
             raise RuntimeError("grow takes new memory, but an append of this cache was captured in a CUDA graph")
         made_for = _cache_checks.grown(self._config, capacity, max_batch)
+        self._known_step = None
         with torch.inference_mode(False):
             self._storage.grow(made_for)
         self._table.grow(made_for.max_batch, made_for.capacity, made_for.pages)

@@ -49,13 +49,17 @@ def no_results(*_: Any) -> None:
 def eager(*tensors: Tensor | None) -> bool:
     """Whether kernels alone would see an operation on these tensors: they are plain ones, and nothing compiles, traces,
     transforms, intercepts or profiles what is called."""
+    return unobserved() and _PLAIN.issuperset(map(type, tensors))
+
+
+def unobserved() -> bool:
+    """`eager` without the tensors."""
     return (
         not torch.compiler.is_compiling()
         and not torch._C._len_torch_dispatch_stack()
         and torch._C._functorch.peek_interpreter_stack() is None
-        and not torch.jit.is_tracing()
+        and not torch._C._is_tracing()
         and not torch.autograd.profiler._is_profiler_enabled
-        and _PLAIN.issuperset(map(type, tensors))
     )
 
 

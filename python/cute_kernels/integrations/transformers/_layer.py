@@ -11,7 +11,6 @@ from transformers.cache_utils import CacheLayerMixin
 
 from cute_kernels.integrations.transformers import _support
 from cute_kernels.integrations.transformers._attention import NewTokens, Step, dense_attention
-from cute_kernels.integrations.transformers._padding import Columns
 from cute_kernels.kv_cache import KVCache
 
 # New tokens on a cache that is not empty: up to so many, and no more than the dense window, go in first and attend to
@@ -132,24 +131,27 @@ class SparseLayer(CacheLayerMixin):
                 f"columns, the pass starts at {columns.seen}: an earlier pass failed; reset() the cache"
             )
         step.cache.begin(columns)
+        end = columns.seen + columns.new
         capacity = self.settings.capacity
-        if capacity is not None and columns.seen + columns.new > capacity:
-            raise ValueError(f"{columns.seen + columns.new} tokens exceed capacity = {capacity} of the SparseKVCache")
+        if capacity is not None and end > capacity:
+            raise ValueError(f"{end} tokens exceed capacity = {capacity} of the SparseKVCache")
         first = self.seen == 0
-        kv = self._start(keys, values, columns.new) if first else self._continue(keys, columns)
+        kv = self._start(keys, values, columns.new) if first else self._continue(keys, columns.keep, end)
         if first and columns.left_padded:
             out = self._prefill(kv, module, query, keys, values, step, scaling)
         elif columns.fresh is None and (columns.new == 1 or columns.new <= min(self.settings.window, DIRECT_TOKENS)):
             out = self._step(kv, query, keys, values, scaling)
         else:
             out = self._extend(kv, module, query, keys, values, columns.fresh, scaling)
-        self.seen += columns.new
+        self.seen = end
         return out
 
     def _step(self, kv: KVCache, query: Tensor, keys: Tensor, values: Tensor, scaling: float | None) -> Tensor:
-        new = _cast(keys, kv.dtype), _cast(values, kv.dtype)
-        out = kv._step(*new, _cast(query, kv.dtype), scale=scaling, backend=self.settings.backend)
-        return _cast(out, query.dtype).transpose(1, 2)
+        dtype, backend = kv.dtype, self.settings.backend
+        if query.dtype is dtype and keys.dtype is dtype and values.dtype is dtype:  # Tensor.to takes a microsecond
+            return kv._step(keys, values, query, scale=scaling, backend=backend)
+        out = kv._step(keys.to(dtype), values.to(dtype), query.to(dtype), scale=scaling, backend=backend)
+        return out.to(query.dtype)
 
     def _prefill(
         self,
@@ -232,17 +234,18 @@ class SparseLayer(CacheLayerMixin):
         )
         return self.kv
 
-    def _continue(self, keys: Tensor, columns: Columns) -> KVCache:
-        """The KVCache, with room for the columns and without the tokens that no longer count."""
+    def _continue(self, keys: Tensor, keep: list[int] | None, end: int) -> KVCache:
+        """The KVCache, with room for `end` columns and without the tokens that no longer count."""
         kv = self._filled
-        if keys.shape[0] != kv.batch:
+        batch = kv.batch
+        if keys.shape[0] != batch:
             raise ValueError(
-                f"the cache holds {kv.batch} sequences, got keys of {keys.shape[0]}; "
+                f"the cache holds {batch} sequences, got keys of {keys.shape[0]}; "
                 "use another SparseKVCache or reset() this one"
             )
-        if columns.keep is not None:
-            kv.crop(columns.keep)
-        self._grow(kv, columns.seen + columns.new)
+        if keep is not None:
+            kv.crop(keep)
+        self._grow(kv, end)
         return kv
 
     def _fit(self, batch: int) -> None:
@@ -253,8 +256,3 @@ class SparseLayer(CacheLayerMixin):
         if columns > self._room and self.settings.capacity is None:
             self._room = columns + max(HEADROOM, columns // 4)
             kv.grow(capacity=self._room)
-
-
-def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x.to(dtype), which takes a microsecond of the host also where there is nothing to do."""
-    return x if x.dtype is dtype else x.to(dtype)
