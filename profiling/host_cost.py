@@ -6,7 +6,8 @@
 Every call is timed by itself, the functions in turn, and nothing waits for the device while the clock runs: it catches
 up after every round of calls. A quiet machine matters: the host's other work shows in all columns but the median.
 
-A layer: where Transformers is installed, what a Llama layer does in a step between its projections (layer_step.py).
+A step: append and attend as the layers of a Transformers model ask for them, together. A layer: where Transformers is
+installed, what a Llama layer does in a step between its projections (layer_step.py).
 
 Columns: median, 90th percentile and mean. append's mean has the steps in it in which a tile gets full, once in 64."""
 
@@ -48,9 +49,10 @@ def functions(options: argparse.Namespace, device: torch.device) -> dict[str, Ca
     window = normal(batch, kv_heads, WINDOW, head_dim), normal(batch, kv_heads, WINDOW, head_dim)
     out = torch.empty_like(q)
     calls = (options.rounds + WARM_UP_ROUNDS) * ROUND_CALLS
-    cache = ck.KVCache(max_batch=batch, kv_heads=kv_heads, head_dim=head_dim, capacity=options.tokens + calls,
-                       keep=min(KEEP, head_dim), device=device)
+    cache, stepped = (ck.KVCache(max_batch=batch, kv_heads=kv_heads, head_dim=head_dim, capacity=options.tokens + calls,
+                                 keep=min(KEEP, head_dim), device=device) for _ in range(2))
     cache.prefill(k, v)
+    stepped.prefill(k, v)
     new = normal(batch, kv_heads, 1, head_dim), normal(batch, kv_heads, 1, head_dim)
     measured: dict[str, Callable[[], object]] = {
         "sparse_qk": lambda: ck.sparse_qk(q, keys),
@@ -60,6 +62,7 @@ def functions(options: argparse.Namespace, device: torch.device) -> dict[str, Ca
         "sparse_attention, window, out": lambda: ck.sparse_attention(q, keys, values, window=window, out=out),
         "KVCache.append": lambda: cache.append(*new),
         "KVCache.attend": lambda: cache.attend(q),
+        "KVCache, both in a step": lambda: stepped._step(*new, q, scale=None, backend="auto"),
     }
     if not options.no_launch:
         gqa = {"enable_gqa": heads != kv_heads}
@@ -85,6 +88,8 @@ def launches_left_out(device: torch.device) -> Iterator[None]:
     places = [(module, name) for name in LAUNCHES if hasattr(module, name)]
     if device.type == "cpu":
         places.append((_pages, "_append_on_cpu"))
+    else:
+        places.append((_C.cuda.Step, "run"))
     with ExitStack() as stack:
         for place, name in places:
             stack.enter_context(mock.patch.object(place, name, nothing))

@@ -20,6 +20,7 @@ NAMES = {
     "sparse_attention, window, out",
     "KVCache.append",
     "KVCache.attend",
+    "KVCache, both in a step",
 }
 BESIDE = {"scaled_dot_product_attention"}
 if find_spec("transformers"):

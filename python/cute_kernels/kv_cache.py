@@ -335,9 +335,9 @@ class KVCache(CacheRows):
             known = None
         else:
             self.append(k, v)
-            out = self.attend(q, scale=scale, backend=backend)
-            assert isinstance(out, Tensor)
-            return out.transpose(1, 2)
+            result = self.attend(q, scale=scale, backend=backend)
+            assert isinstance(result, Tensor)
+            return result.transpose(1, 2)
         factor = self._scale(scale)
         self._append(k, v, None)
         out, _ = self._attend(q, factor, True, False, None, None, backend)
