@@ -30,7 +30,7 @@ from profiling.progress import Progress
 
 EXIT_OK, EXIT_FAILED, EXIT_MISSING, EXIT_INTERRUPTED = 0, 1, 2, 130
 RESULTS, SCRATCH = ROOT / "profiling" / "results", ROOT / "build" / "generate"
-PROMPT, NEW_TOKENS, BATCHES, SPARSITY, WINDOW = 4096, 512, "1,8,max", 0.7, 32
+PROMPT, NEW_TOKENS, BATCHES, SPARSITY, WINDOW, REPEATS = 4096, 512, "1,8,max", 0.7, 32, 3
 QUICK = {"prompt": 200, "new": 24, "batch": "1,2"}
 
 DESCRIPTION = """\
@@ -74,6 +74,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--window", type=int, default=WINDOW, metavar="N", help=f"newest tokens kept dense (default: {WINDOW})")
     add("--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="(default: %(default)s)")
     add("--device", choices=("cpu", "cuda"), help="(default: cuda if there is one)")
+    add("--repeats", type=positive_integer, metavar="N",
+        help=f"runs of a fixed batch, the sides in turn, whose medians make a row (default: {REPEATS}; without a GPU or "
+             "with --quick 1); --batch max runs once")
     add("--seed", type=int, default=0, metavar="N", help="of weights and prompts (default: 0)")
     add("--quick", action="store_true", help="a tiny model and short texts: a smoke test, no figures to quote")
     add("--out", type=Path, metavar="DIR", help="folder for the files (default: see below)")
@@ -88,7 +91,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--sparsity must be at least 0 and below 1, got {args.sparsity}")
     args.defaults = not any((args.model, args.random_config, args.prompt, args.new, args.batch, args.side,
                              args.sdpa, args.sparsity is not None, args.key_keep, args.quick, args.dtype != "bfloat16",
-                             args.window != WINDOW, args.seed))
+                             args.window != WINDOW, args.seed, args.repeats))
     return _complete(args, parser)
 
 
@@ -101,6 +104,7 @@ def _complete(args: argparse.Namespace, parser: argparse.ArgumentParser) -> argp
     args.defaults &= not on_cpu
     small = args.quick or on_cpu
     args.random_config = args.random_config or ("tiny" if small else "llama3-8b")
+    args.repeats = args.repeats or (1 if small else REPEATS)
     args.prompt = args.prompt or (QUICK["prompt"] if small else PROMPT)
     args.new = args.new or (QUICK["new"] if small else NEW_TOKENS)
     args.batch = args.batch or _batches(QUICK["batch"] if small else BATCHES)
@@ -163,29 +167,38 @@ def _sides(args: argparse.Namespace) -> list[Side]:
 
 
 def _rows(args: argparse.Namespace, sides: Sequence[Side], model: Any, env: Any, progress: Progress) -> Iterator[Row]:
-    """Smaller batches first: they tell how much memory a sequence takes."""
-    for side in sides:
-        peaks: dict[int, int] = {}
-        for batch in sorted(args.batch, key=lambda size: (size == "max", size if size != "max" else 0)):
-            progress.start(f"{side.name}, batch {batch}")
-            if batch != "max":
+    """Smaller batches first: they tell how much memory a sequence takes. The sides take turns at a batch: what slows the
+    host down for minutes meets all of them."""
+    peaks: dict[Side, dict[int, int]] = {side: {} for side in sides}
+    for batch in sorted(size for size in args.batch if size != "max"):
+        results: dict[Side, list[measure.Result]] = {side: [] for side in sides}
+        for repeat in range(1, args.repeats + 1):
+            for side in sides:
+                progress.start(f"{side.name}, batch {batch}, {repeat} of {args.repeats}")
                 result = measure.run(model, side, batch, args.prompt, args.new, args.seed)
+                results[side].append(result)
                 if result.peak_bytes is not None:
-                    peaks[batch] = result.peak_bytes
-                row = _row(args, model, env, side, batch, False, result)
-            else:
-                for probe in (1, 2):
-                    if len(peaks) < 2 and probe not in peaks:
-                        peaks[probe] = measure.run(model, side, probe, args.prompt, args.new, args.seed).peak_bytes
-                found, result = measure.run_largest(model, side, peaks, args.prompt, args.new, args.seed)
-                row = _row(args, model, env, side, found, True, result)
-            progress.finish(rows.one_line(row))
-            yield row
+                    peaks[side][batch] = result.peak_bytes
+                if repeat == args.repeats:
+                    row = _row(args, model, env, side, batch, False, results[side])
+                    progress.finish(rows.one_line(row))
+                    yield row
+    for side in sides if "max" in args.batch else ():
+        progress.start(f"{side.name}, batch max")
+        for probe in (1, 2):
+            if len(peaks[side]) < 2 and probe not in peaks[side]:
+                peaks[side][probe] = measure.run(model, side, probe, args.prompt, args.new, args.seed).peak_bytes
+        found, result = measure.run_largest(model, side, peaks[side], args.prompt, args.new, args.seed)
+        row = _row(args, model, env, side, found, True, [result])
+        progress.finish(rows.one_line(row))
+        yield row
 
 
 def _row(args: argparse.Namespace, model: Any, env: Any, side: Side, batch: int, largest: bool,
-         result: measure.Result) -> Row:
+         results: Sequence[measure.Result]) -> Row:
     import transformers
+
+    result, speeds = measure.median(results), [round(each.tokens_per_s, 2) for each in results]
 
     config = model.config.get_text_config(decoder=True)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -204,7 +217,8 @@ def _row(args: argparse.Namespace, model: Any, env: Any, side: Side, batch: int,
         total_tokens_per_s=round(result.total_tokens_per_s, 2), peak_bytes=result.peak_bytes, kv_bytes=result.kv_bytes,
         dense_kv_bytes=batch * models.dense_kv_bytes(model, tokens), device=env.name, torch=env.torch,
         transformers=transformers.__version__, driver=env.driver, commit=env.commit, timestamp=env.timestamp,
-        command=_command(args, side, "max" if largest else str(batch)), sdpa=side.sdpa)
+        command=_command(args, side, "max" if largest else str(batch)), sdpa=side.sdpa,
+        repeats=len(results), lowest_tokens_per_s=min(speeds), highest_tokens_per_s=max(speeds))
 
 
 def _command(args: argparse.Namespace, side: Side, batch: str) -> str:
@@ -216,6 +230,8 @@ def _command(args: argparse.Namespace, side: Side, batch: str) -> str:
             ["--key-keep", side.key_keep, "--value-keep", side.value_keep]
         words += ["--window", side.window]
     words += ["--dtype", args.dtype, "--device", args.device.type, "--seed", args.seed]
+    if batch != "max":
+        words += ["--repeats", args.repeats]
     allocator = os.environ[ALLOCATOR]
     return ("" if allocator == EXPANDABLE else f"{ALLOCATOR}={shlex.quote(allocator)} ") + shlex.join(map(str, words))
 

@@ -31,10 +31,11 @@ def read(folder):
 def test_rows_of_both_sides(tmp_path, capsys):
     assert generate.main([*SHORT, "--batch", "2,1", "--out", str(tmp_path)]) == 0
     found = read(tmp_path)
-    assert [(row["side"], row["batch"]) for row in found] == [("dense", 1), ("dense", 2), ("sparse", 1), ("sparse", 2)]
+    assert [(row["side"], row["batch"]) for row in found] == [("dense", 1), ("sparse", 1), ("dense", 2), ("sparse", 2)]
     for row in found:
         assert set(row) == set(rows.FIELDS)
-        assert row["peak_bytes"] is None and not row["largest"]
+        assert row["peak_bytes"] is None and not row["largest"] and row["repeats"] == 1
+        assert row["lowest_tokens_per_s"] == row["highest_tokens_per_s"] == row["tokens_per_s"]
         assert 0 < row["ttft_ms"] and 0 < row["step_ms"]
         # 4 tokens: the first, then three steps.
         assert row["total_tokens_per_s"] == pytest.approx(
@@ -44,7 +45,7 @@ def test_rows_of_both_sides(tmp_path, capsys):
             row["dense_kv_bytes"] == row["batch"] * 4 * 2 * 64 * 2 * 2 * 73
         )  # layers, heads, D, K and V, bytes, tokens
         assert "--batch " + str(row["batch"]) in row["command"]
-    dense, sparse = found[1], found[3]
+    dense, sparse = found[2], found[3]
     assert dense["kv_bytes"] == dense["dense_kv_bytes"] and dense["cache"] == "DynamicCache"
     assert (sparse["key_keep"], sparse["value_keep"], sparse["window"]) == (19, 19, 32)
     with (tmp_path / "generate.csv").open() as file:
@@ -64,7 +65,8 @@ def test_a_row_is_measured_again_by_its_command(tmp_path):
     assert command[:3] == ["python", "-m", "profiling.generate"]
     assert generate.main([*command[3:], "--out", str(tmp_path)]) == 0
     (again,) = read(tmp_path)
-    measured = {"ttft_ms", "step_ms", "tokens_per_s", "total_tokens_per_s", "timestamp"}
+    speeds = {"tokens_per_s", "total_tokens_per_s", "lowest_tokens_per_s", "highest_tokens_per_s"}
+    measured = {"ttft_ms", "step_ms", "timestamp"} | speeds
     assert {key: again[key] for key in again.keys() - measured} == {key: first[key] for key in first.keys() - measured}
 
 
@@ -87,6 +89,45 @@ def test_dense_sides_are_measured_with_each_backend_of_sdpa(tmp_path, monkeypatc
     assert "--side dense --sdpa no-cudnn" in found[1].command
     assert "sdpa without cuDNN" in (tmp_path / "generate-both.md").read_text()
     assert len(rows.newest(found)) == 3
+
+
+def test_sides_take_turns_and_medians_are_kept(tmp_path, monkeypatch):
+    """Of 1, 2, 9 times and speeds in an order of their own; the largest batch runs once."""
+    runs = []
+
+    def run(model, side, batch, *others):
+        runs.append((side.name, batch))
+        turn = runs.count(runs[-1]) - 1
+        return measure.Result(
+            (9.0, 1.0, 2.0)[turn],
+            (1.0, 9.0, 2.0)[turn],
+            (2.0, 9.0, 1.0)[turn],
+            (1.0, 2.0, 9.0)[turn],
+            (5, 7, 6)[turn] * batch,
+            1,
+            "Cache",
+        )
+
+    monkeypatch.setattr(measure, "run", run)
+    assert generate.main([*SHORT, "--batch", "4,1", "--repeats", "3", "--out", str(tmp_path)]) == 0
+    assert runs == [("dense", 1), ("sparse", 1)] * 3 + [("dense", 4), ("sparse", 4)] * 3
+    found = rows.read(tmp_path / "generate.json")
+    assert [(row.side, row.batch) for row in found] == [("dense", 1), ("sparse", 1), ("dense", 4), ("sparse", 4)]
+    for row in found:
+        assert (row.ttft_ms, row.step_ms, row.tokens_per_s, row.total_tokens_per_s) == (2, 2, 2, 2)
+        assert (row.repeats, row.lowest_tokens_per_s, row.highest_tokens_per_s) == (3, 1, 9)
+        assert row.peak_bytes == 7 * row.batch and row.command.endswith("--repeats 3")
+    assert "1.0 to 9.0 of 3" in (tmp_path / "generate.md").read_text()
+
+
+def test_rows_of_older_files_were_measured_once(tmp_path):
+    assert generate.main([*SHORT, "--batch", "1", "--side", "dense", "--out", str(tmp_path)]) == 0
+    (row,) = read(tmp_path)
+    for name in ("sdpa", "repeats", "lowest_tokens_per_s", "highest_tokens_per_s"):
+        del row[name]
+    (tmp_path / "generate.json").write_text(json.dumps([row]))
+    (found,) = rows.read(tmp_path / "generate.json")
+    assert (found.repeats, found.lowest_tokens_per_s, rows.spread(found)) == (1, None, "")
 
 
 def test_commands_name_another_allocator(tmp_path, monkeypatch):
@@ -148,6 +189,7 @@ def test_interrupted_runs_keep_their_rows(tmp_path, monkeypatch, capsys):
         (["--batch", "max", "--device", "cpu"], "--batch max needs a GPU"),
         (["--batch", "0"], "'0' is not a positive integer"),
         (["--new", "2"], "at least 3 new tokens"),
+        (["--repeats", "0"], "'0' is not a positive integer"),
         (["--key-keep", "3"], "come together"),
         (["--sparsity", "0.5", "--key-keep", "3", "--value-keep", "3"], "not both"),
         (["--sparsity", "1"], "below 1, got 1.0"),

@@ -5,9 +5,9 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -86,6 +86,14 @@ class Result:
     peak_bytes: int | None
     kv_bytes: int
     cache: str
+
+
+def median(results: Sequence[Result]) -> Result:
+    """Of every time and speed for itself, of runs of one case; of memory the peak of them all."""
+    timed = ("ttft_ms", "step_ms", "tokens_per_s", "total_tokens_per_s")
+    medians = {name: statistics.median(getattr(result, name) for result in results) for name in timed}
+    peaks = [result.peak_bytes for result in results if result.peak_bytes is not None]
+    return replace(results[-1], **medians, peak_bytes=max(peaks, default=None))
 
 
 class _Clock:

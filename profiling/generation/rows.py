@@ -15,7 +15,7 @@ NAME = "generate"
 
 @dataclass(frozen=True)
 class Row:
-    """One batch, generated once."""
+    """One batch, generated once or a few times: times and speeds are medians."""
 
     model: str
     parameters: int
@@ -46,6 +46,9 @@ class Row:
     command: str                    # measures this row again
     # Since the second version of the files; older rows have these defaults.
     sdpa: str = "default"           # of measure.SDPA
+    repeats: int = 1
+    lowest_tokens_per_s: float | None = None  # of the repeats; None: not noted, tokens_per_s is of one run
+    highest_tokens_per_s: float | None = None
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -56,7 +59,7 @@ class Row:
 
 FIELDS = tuple(field.name for field in fields(Row))
 HEADER = ("model", "prompt + new", "batch", "cache", "kept K, V", "first token, ms", "to dense", "step, ms", "tokens/s",
-          "to dense", "with prompts", "to dense", "KV, GiB", "of dense", "peak, GiB")
+          "lowest to highest", "to dense", "with prompts", "to dense", "KV, GiB", "of dense", "peak, GiB")
 
 
 def dense_beside(row: Row, rows: Sequence[Row]) -> list[Row]:
@@ -80,6 +83,13 @@ def ratio(row: Row, rows: Sequence[Row], field: str) -> str:
 def cache_name(row: Row) -> str:
     """For tables."""
     return row.cache + ", graph" * row.side.endswith("-graph") + ", sdpa without cuDNN" * (row.sdpa == "no-cudnn")
+
+
+def spread(row: Row) -> str:
+    """tokens/s of the slowest and the fastest repeat; "" of a single run."""
+    if row.repeats == 1 or row.lowest_tokens_per_s is None or row.highest_tokens_per_s is None:
+        return ""
+    return f"{row.lowest_tokens_per_s:.1f} to {row.highest_tokens_per_s:.1f} of {row.repeats}"
 
 
 def kv_of_dense(row: Row) -> str:
@@ -114,7 +124,7 @@ def _cells(row: Row, rows: Sequence[Row]) -> tuple[str, ...]:
     kept = "" if row.key_keep is None else f"{row.key_keep}, {row.value_keep} of {row.head_dim}"
     return (row.model, f"{row.prompt} + {row.new_tokens}", f"{row.batch}" + (" (largest)" if row.largest else ""),
             cache_name(row), kept, f"{row.ttft_ms:.1f}", ratio(row, rows, "ttft_ms"), f"{row.step_ms:.2f}",
-            f"{row.tokens_per_s:.1f}", ratio(row, rows, "tokens_per_s"), f"{row.total_tokens_per_s:.1f}",
+            f"{row.tokens_per_s:.1f}", spread(row), ratio(row, rows, "tokens_per_s"), f"{row.total_tokens_per_s:.1f}",
             ratio(row, rows, "total_tokens_per_s"), f"{row.kv_bytes / 2**30:.4g}", kv_of_dense(row),
             "" if row.peak_bytes is None else f"{row.peak_bytes / 2**30:.2f}")
 
@@ -124,8 +134,9 @@ def markdown(rows: Sequence[Row]) -> str:
         f"{r.device}, {r.dtype}, torch {r.torch}, Transformers {r.transformers}, "
         + (f"driver {r.driver}, " if r.driver else "") + f"commit {r.commit}, {r.timestamp}" for r in rows)
     lines = ["# Generation", "", *(f"{setting}." for setting in settings), "",
-             "Greedy generation by `model.generate` with sdpa attention, random prompts without padding; one run a row "
-             "after a short one. tokens/s: all sequences, after the first token. Largest: the largest batch that was "
+             "Greedy generation by `model.generate` with sdpa attention, random prompts without padding; every run "
+             "after a short one. One run a row, or the medians of as many as the spread of its tokens/s names, in which "
+             "the caches at a batch took turns. tokens/s: all sequences, after the first token. Largest: the largest batch that was "
              "found to fit.",
              "To dense: against the dense cache at the same batch, the largest against dense's own largest, of several "
              "dense rows the best one. Graph: the steps are replays of one CUDA graph, captured after the second token, "
