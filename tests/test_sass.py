@@ -85,7 +85,7 @@ def test_launches_prefetch_the_loops_over_tiles(kernels, library, cuobjdump):
     compiler, _ = manifest.load()
     if dump.compiler_of(library, cuobjdump) != compiler:
         pytest.skip(f"where code lies is known of ptxas {compiler} only")
-    wanted = re.compile(r"(sparse_\w+_warps|sm90::attention_kernel)<Traits<.*\b(64|128),8\b")
+    wanted = re.compile(r"sm90::(sparse_\w+_warps|attention_kernel)<Traits<.*\b(64|128),8\b")
     ends = {kernel.key: kernel.code.decoder_end for kernel in kernels
             if kernel.arch == "sm_90a" and wanted.match(kernel.name)}
     if not ends:

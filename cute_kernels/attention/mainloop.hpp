@@ -74,12 +74,13 @@ CUTE_DEVICE int attend(Params const& params, WorkLine<Traits::kN> const& line, U
     ptx::prefetch(channel_order<Traits>(params.keys, segment));
     ptx::prefetch(channel_order<Traits>(params.values, segment));
 
+    // With D 256 the window needs the registers: the segment is looked up again rather than held on to.
+    constexpr bool kHoldsSegment = Traits::kHeadDim < format::kMaxHeadDim;
     CUTE_NO_UNROLL
     for (; unit < min(first_tile, end); ++unit)
-      attend_window<Traits>(params, segment, unit, worker.part, pipeline, softmax, tCrP, tCrO);
-
-    // Looked up again rather than held on to: the window needs the registers.
-    if constexpr (Traits::kHeadDim == format::kMaxHeadDim) segment = line.segment_with(end - 1);
+      attend_window<Traits>(params, kHoldsSegment ? segment : line.segment_with(unit), unit, worker.part, pipeline,
+                            softmax, tCrP, tCrO);
+    if constexpr (!kHoldsSegment) segment = line.segment_with(end - 1);
     Queries<Traits>(params, segment).load(channel_order<Traits>(params.keys, segment), tCrQ);
     int seen_by_all = Visibility(params, segment).seen_by_all();
     auto limits = Visibility(params, segment).template limits<Traits>(false);
