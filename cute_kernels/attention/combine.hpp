@@ -193,10 +193,10 @@ CUTE_DEVICE void store_atom(Params const& params, Segment const& segment, int la
   }
 }
 
-inline constexpr int kCombineWarps = 2, kCombineBatch = 3;
+inline constexpr int kCombineWarps = 2;
 inline constexpr int kCombineCtas = 16;  // of an SM, by registers: they are to fit in beside the attention kernel
 
-// Grid: (segments, atoms). Warp w takes every kCombineWarps-th partial, a few at a time; warp 0 puts the warps' sums
+// Grid: (segments, atoms). Warp w takes every kCombineWarps-th partial; warp 0 puts the warps' sums
 // together. A programmatic dependent of the attention kernel: everything up to the wait runs while that one drains.
 template <class Traits>
 __global__ void __launch_bounds__(32 * kCombineWarps, kCombineCtas)
@@ -223,15 +223,9 @@ __global__ void __launch_bounds__(32 * kCombineWarps, kCombineCtas)
   ptx::wait_for_primary();
   if (has_rows(segment.rows, lane, n)) {
     CUTE_NO_UNROLL
-    for (int cta = first + warp; cta <= last + 1; cta += kCombineBatch * kCombineWarps) {
-      RunningSum<Traits> partials[kCombineBatch];
-      CUTE_UNROLL
-      for (int i = 0; i < kCombineBatch; ++i) {
-        int index = partial_of(cta + i * kCombineWarps);
-        if (index >= 0) partials[i] = RunningSum<Traits>(*partial_data<Traits>(params, index), item);
-      }
-      CUTE_UNROLL
-      for (int i = 0; i < kCombineBatch; ++i) sum.add(partials[i]);
+    for (int cta = first + warp; cta <= last + 1; cta += kCombineWarps) {
+      int index = partial_of(cta);
+      if (index >= 0) sum.add(RunningSum<Traits>(*partial_data<Traits>(params, index), item));
     }
   }
   sums[warp][lane] = sum;
