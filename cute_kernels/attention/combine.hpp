@@ -196,8 +196,8 @@ CUTE_DEVICE void store_atom(Params const& params, Segment const& segment, int la
 inline constexpr int kCombineWarps = 2;
 inline constexpr int kCombineCtas = 16;  // of an SM, by registers: they are to fit in beside the attention kernel
 
-// Grid: (segments, atoms). Warp w takes every kCombineWarps-th partial; warp 0 puts the warps' sums
-// together. A programmatic dependent of the attention kernel: everything up to the wait runs while that one drains.
+// Grid: (segments, atoms). Warp w takes every kCombineWarps-th partial; warp 0 puts the warps' sums together. A
+// programmatic dependent of the attention kernel: everything up to the wait runs while that one drains.
 template <class Traits>
 __global__ void __launch_bounds__(32 * kCombineWarps, kCombineCtas)
     combine_partials(CUTE_GRID_CONSTANT Params const params) {

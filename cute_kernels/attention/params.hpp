@@ -23,7 +23,7 @@ struct Params : Problem {
   bool own_orders;                        // keys and values were not compressed together: each has its token order
   bool erases;                            // sequences may end within a tile whose further tokens are stored
   bool window_vectorized;                 // keys of the window and q may be read 16 bytes at a time
-  bool window_staged;                     // and producers can bring the window's tokens as they lie
+  bool window_staged;                     // and producers bring its tokens as they lie; true without a window
   int line_bytes;                         // of shared memory that the line takes
   Cut cut;                                // unless ragged
   cutlass::FastDivmod pieces;             // of the line, or of a segment if by_segments

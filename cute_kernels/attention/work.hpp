@@ -11,7 +11,7 @@
 namespace cute_kernels::attention {
 
 inline constexpr int kUnitTokens = format::kTileTokens;
-inline constexpr int kWindowUnitTokens = 32;  // dense ones, which take about as long as a tile
+inline constexpr int kWindowUnitTokens = 32;  // dense ones
 inline constexpr int kMaxWorkers = 14;        // by the barriers of a CTA: 0 and 15 are those of all
 
 // Of a segment.

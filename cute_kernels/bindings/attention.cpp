@@ -3,7 +3,6 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <array>
 #include <optional>
 #include <string>
 
@@ -21,12 +20,6 @@ namespace py = pybind11;
 using attention::Problem;
 using attention::Window;
 using format::SparseView;
-using Strides = std::array<int64_t, 3>;
-
-template <class T>
-T* to_pointer(uintptr_t address) {
-  return reinterpret_cast<T*>(address);
-}
 
 Window make_window(uintptr_t keys, uintptr_t values, const Strides& key_strides, const Strides& value_strides,
                    int tokens, uintptr_t lengths) {

@@ -3,7 +3,17 @@
 
 #include <pybind11/pybind11.h>
 
+#include <array>
+#include <cstdint>
+
 namespace cute_kernels::bindings {
+
+using Strides = std::array<int64_t, 3>;
+
+template <class T>
+T* to_pointer(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
 
 void bind_format(pybind11::module_& m);  // _C.format and _C.SparseView
 void bind_cpu(pybind11::module_& m);     // _C.cpu

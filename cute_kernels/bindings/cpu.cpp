@@ -2,7 +2,6 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <array>
 
 #include "cute_kernels/bindings/bindings.hpp"
 #include "cute_kernels/cpu/cpu.hpp"
@@ -14,13 +13,7 @@ namespace {
 namespace py = pybind11;
 using format::DType;
 using format::SparseView;
-using Strides = std::array<int64_t, 3>;
 using Unlocked = py::call_guard<py::gil_scoped_release>;
-
-template <class T>
-T* to_pointer(uintptr_t address) {
-  return reinterpret_cast<T*>(address);
-}
 
 void select(uintptr_t x, const Strides& strides, int batch, int kv_heads, int64_t tokens, int head_dim, int dtype,
             int keep, uintptr_t masks, uintptr_t counts, uintptr_t pruned, int threads) {

@@ -1,7 +1,6 @@
 // _C.cuda: the GPU backends. Arguments were checked in Python; pointers are device pointers on the current device.
 #if CUTE_KERNELS_CUDA
 
-#include <array>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -20,66 +19,59 @@ namespace py = pybind11;
 namespace cute_kernels::bindings {
 namespace {
 
-using Strides = std::array<int64_t, 3>;
-
-template <class T>
-T* pointer(uintptr_t address) {
-  return reinterpret_cast<T*>(address);
-}
-
 cudaStream_t stream_of(uintptr_t stream) { return reinterpret_cast<cudaStream_t>(stream); }
 
 compress::DenseView dense_view(uintptr_t x, Strides const& strides, int batch, int kv_heads, int64_t tokens,
                                int head_dim, int dtype) {
-  return {pointer<void>(x), strides[0], strides[1], strides[2], batch, kv_heads, tokens, head_dim,
+  return {to_pointer<void>(x), strides[0], strides[1], strides[2], batch, kv_heads, tokens, head_dim,
           static_cast<format::DType>(dtype)};
 }
 
 compress::DenseView dense_view(uintptr_t x, Strides const& strides, format::SparseView const& view) {
-  return {pointer<void>(x), strides[0],  strides[1],    strides[2], view.batch,
+  return {to_pointer<void>(x), strides[0],  strides[1],    strides[2], view.batch,
           view.kv_heads,    view.tokens, view.head_dim, view.dtype};
 }
 
 void select(uintptr_t x, Strides const& strides, int batch, int kv_heads, int64_t tokens, int head_dim, int dtype,
             int keep, uintptr_t masks, uintptr_t counts, uintptr_t pruned, uintptr_t stream) {
-  compress::select(dense_view(x, strides, batch, kv_heads, tokens, head_dim, dtype), keep, pointer<uint32_t>(masks),
-                   pointer<int32_t>(counts), pointer<void>(pruned), stream_of(stream));
+  compress::select(dense_view(x, strides, batch, kv_heads, tokens, head_dim, dtype), keep, to_pointer<uint32_t>(masks),
+                   to_pointer<int32_t>(counts), to_pointer<void>(pruned), stream_of(stream));
 }
 
 void deal(uintptr_t counts, int heads, int head_dim, uintptr_t channel_order, uintptr_t stream) {
-  compress::deal(pointer<int32_t>(counts), heads, format::padded_head_dim(head_dim), pointer<uint8_t>(channel_order),
+  compress::deal(to_pointer<int32_t>(counts), heads, format::padded_head_dim(head_dim), to_pointer<uint8_t>(channel_order),
                  stream_of(stream));
 }
 
 void balance(uintptr_t masks, uintptr_t channel_order, uintptr_t masks2, uintptr_t channel_order2, int batch,
              int kv_heads, int64_t tokens, int head_dim, uintptr_t token_order, uintptr_t longest, uintptr_t longest2,
              uintptr_t stream) {
-  compress::balance({pointer<uint32_t>(masks), pointer<uint8_t>(channel_order), pointer<int32_t>(longest)},
-                    {pointer<uint32_t>(masks2), pointer<uint8_t>(channel_order2), pointer<int32_t>(longest2)},
-                    batch * kv_heads, tokens, format::padded_head_dim(head_dim), pointer<uint8_t>(token_order),
+  compress::balance({to_pointer<uint32_t>(masks), to_pointer<uint8_t>(channel_order), to_pointer<int32_t>(longest)},
+                    {to_pointer<uint32_t>(masks2), to_pointer<uint8_t>(channel_order2), to_pointer<int32_t>(longest2)},
+                    batch * kv_heads, tokens, format::padded_head_dim(head_dim), to_pointer<uint8_t>(token_order),
                     stream_of(stream));
 }
 
 void offsets(uintptr_t longest, int64_t tiles, uintptr_t counts, int heads, int head_dim, uintptr_t row_offsets,
              uintptr_t totals, uintptr_t stream) {
-  compress::offsets(pointer<int32_t>(longest), tiles, pointer<int32_t>(counts), heads,
-                    format::padded_head_dim(head_dim), pointer<int32_t>(row_offsets), pointer<int64_t>(totals),
+  compress::offsets(to_pointer<int32_t>(longest), tiles, to_pointer<int32_t>(counts), heads,
+                    format::padded_head_dim(head_dim), to_pointer<int32_t>(row_offsets), to_pointer<int64_t>(totals),
                     stream_of(stream));
 }
 
 void pack(uintptr_t x, Strides const& strides, uintptr_t masks, int keep, uintptr_t totals, int64_t capacity,
           format::SparseView const& view, uintptr_t stream) {
-  compress::pack(dense_view(x, strides, view), pointer<uint32_t>(masks), keep, pointer<int64_t>(totals), capacity, view,
+  compress::pack(dense_view(x, strides, view), to_pointer<uint32_t>(masks), keep, to_pointer<int64_t>(totals), capacity, view,
                  stream_of(stream));
 }
 
 void decompress(format::SparseView const& view, uintptr_t out, uintptr_t stream) {
-  compress::decompress(view, pointer<void>(out), stream_of(stream));
+  compress::decompress(view, to_pointer<void>(out), stream_of(stream));
 }
 
 compress::DenseView rows_of_pool(format::SparseView const& view, uintptr_t x, Strides const& strides, int batch,
                                  int64_t tokens) {
-  return {pointer<void>(x), strides[0],    strides[1], strides[2], batch, view.kv_heads, tokens,
+  return {to_pointer<void>(x), strides[0],    strides[1], strides[2], batch, view.kv_heads, tokens,
           view.head_dim,    view.dtype};
 }
 
@@ -88,37 +80,37 @@ void store(compress::Pool const& pool, uintptr_t k, Strides const& k_strides, ui
            uintptr_t scratch, uintptr_t stream) {
   compress::store(pool, rows_of_pool(pool.keys, k, k_strides, batch, tokens),
                   rows_of_pool(pool.values, v, v_strides, batch, tokens),
-                  {pointer<int32_t>(sequences), pointer<int32_t>(first_tiles)},
-                  static_cast<compress::NewOrder>(new_order), part, pointer<void>(scratch), stream_of(stream));
+                  {to_pointer<int32_t>(sequences), to_pointer<int32_t>(first_tiles)},
+                  static_cast<compress::NewOrder>(new_order), part, to_pointer<void>(scratch), stream_of(stream));
 }
 
 compress::Windows make_windows(uintptr_t keys, uintptr_t values, uintptr_t lengths, uintptr_t arrivals, int room,
                                int recent) {
   if (keys % 16 || values % 16) throw std::invalid_argument("windows must be aligned to 16 bytes");
-  return {pointer<uint16_t>(keys),    pointer<uint16_t>(values), pointer<int32_t>(lengths),
-          pointer<int32_t>(arrivals), room,                      recent};
+  return {to_pointer<uint16_t>(keys),    to_pointer<uint16_t>(values), to_pointer<int32_t>(lengths),
+          to_pointer<int32_t>(arrivals), room,                      recent};
 }
 
 void append(compress::Pool const& pool, compress::Windows const& windows, uintptr_t lengths, uintptr_t k,
             Strides const& k_strides, uintptr_t v, Strides const& v_strides, int batch, int64_t tokens,
             uintptr_t sequences, uintptr_t stream) {
-  compress::append(pool, windows, pointer<int32_t>(lengths), rows_of_pool(pool.keys, k, k_strides, batch, tokens),
-                   rows_of_pool(pool.values, v, v_strides, batch, tokens), pointer<int32_t>(sequences),
+  compress::append(pool, windows, to_pointer<int32_t>(lengths), rows_of_pool(pool.keys, k, k_strides, batch, tokens),
+                   rows_of_pool(pool.values, v, v_strides, batch, tokens), to_pointer<int32_t>(sequences),
                    stream_of(stream));
 }
 
 void load(compress::Pool const& pool, int sequence, int first_tile, int tiles, uintptr_t keys, uintptr_t values,
           uintptr_t stream) {
-  compress::load(pool, {sequence, first_tile, tiles}, pointer<void>(keys), pointer<void>(values), stream_of(stream));
+  compress::load(pool, {sequence, first_tile, tiles}, to_pointer<void>(keys), to_pointer<void>(values), stream_of(stream));
 }
 
 void sparse_qk(format::SparseView const& view, uintptr_t q, Strides const& q_strides, int q_heads, int q_tokens,
                float scale, uintptr_t out, int out_dtype, std::string const& backend, uintptr_t stream) {
   dispatch::Product product{view,
-                            {pointer<void>(q), q_strides[0], q_strides[1], q_strides[2], view.dtype},
+                            {to_pointer<void>(q), q_strides[0], q_strides[1], q_strides[2], view.dtype},
                             q_heads,
                             q_tokens,
-                            pointer<void>(out),
+                            to_pointer<void>(out),
                             static_cast<format::DType>(out_dtype),
                             scale,
                             nullptr};
@@ -129,13 +121,13 @@ void sparse_av(format::SparseView const& view, uintptr_t p, Strides const& p_str
                int q_tokens, uintptr_t out, uintptr_t workspace, std::string const& backend, uintptr_t stream) {
   dispatch::Product product{
       view,
-      {pointer<void>(p), p_strides[0], p_strides[1], p_strides[2], static_cast<format::DType>(p_dtype)},
+      {to_pointer<void>(p), p_strides[0], p_strides[1], p_strides[2], static_cast<format::DType>(p_dtype)},
       q_heads,
       q_tokens,
-      pointer<void>(out),
+      to_pointer<void>(out),
       view.dtype,
       1.f,
-      pointer<void>(workspace)};
+      to_pointer<void>(workspace)};
   dispatch::run(product, backend, stream_of(stream));
 }
 

@@ -5,7 +5,6 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <array>
 #include <string>
 #include <utility>
 
@@ -17,12 +16,6 @@ namespace cute_kernels::bindings {
 namespace {
 
 namespace py = pybind11;
-using Strides = std::array<int64_t, 3>;
-
-template <class T>
-T* to_pointer(uintptr_t address) {
-  return reinterpret_cast<T*>(address);
-}
 
 // What stays as it is from step to step: the cache, and how its new tokens and queries lie.
 class Step {

@@ -1,5 +1,4 @@
-// Attributes of kernels that their launches need. The driver takes the host about as long to set one as for a launch,
-// so it is done once.
+// Attributes of kernels that their launches need, set once rather than at every launch.
 #pragma once
 
 #include <map>

@@ -47,9 +47,15 @@ class DecodingStep:
             windows._kernel_windows,
             windows._attention_window,
             storage.lengths.data_ptr(),
-            *(len(self.rows), self.tokens),
-            *(strides[:3] for strides in self._strides),
-            *(q.shape[1], q.shape[2], factor, name),
+            k.shape[0],
+            k.shape[2],
+            k.stride()[:3],
+            v.stride()[:3],
+            q.stride()[:3],
+            q.shape[1],
+            q.shape[2],
+            factor,
+            name,
         )
         with torch.cuda.device(self._device):
             self._workspace_elements = -(-self._kernels.workspace_bytes() // q.itemsize)
