@@ -55,3 +55,33 @@ def test_compression_does_not_depend_on_threads(rng):
         torch.set_num_threads(threads)
     for state in states[1:]:
         assert all(torch.equal(states[0][name], state[name]) for name in state if name != "metadata")
+
+
+def test_concurrent_streams(backend, rng):
+    """Calls on other streams change no bits: three streams that the device runs side by side, other inputs on each."""
+    if backend.device.type != "cuda":
+        pytest.skip("streams of a GPU")
+    calls = []
+    for tokens in (1500, 777, 3000):
+        x = oracle.gaussian(1, 2, tokens, 128).to(backend.device)
+        k, v = ck.compress_kv(x, x, sparsity=0.7)
+        q = oracle.gaussian(1, 8, 1, 128).to(backend.device)
+        p = torch.randn(1, 8, 1, tokens).softmax(-1).to(backend.device)
+        calls.append(
+            (
+                lambda q=q, k=k: ck.sparse_qk(q, k, backend=backend.name),
+                lambda p=p, v=v: ck.sparse_av(p, v, backend=backend.name),
+                lambda q=q, k=k, v=v: ck.sparse_attention(q, k, v, backend=backend.name),
+            )
+        )
+    alone = [[call() for call in each] for each in calls]
+    streams = [torch.cuda.Stream() for _ in calls]
+    torch.cuda.synchronize()
+    together: list[list[list[torch.Tensor]]] = [[] for _ in calls]
+    for _ in range(100 if backend.name.startswith("sm") else 3):
+        for stream, each, results in zip(streams, calls, together):
+            with torch.cuda.stream(stream):
+                results.append([call() for call in each])
+    torch.cuda.synchronize()
+    for expected, results in zip(alone, together):
+        assert all(torch.equal(a, b) for result in results for a, b in zip(expected, result))
