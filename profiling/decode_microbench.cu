@@ -49,7 +49,8 @@ using Fragments = decltype(make_tensor<uint32_t>(Int<kRegisters>{}));  // regist
 
 // ---- Schemes -------------------------------------------------------------------------------------------------------
 
-// The project's format and decoder: bitmap rows, then value rows whose low and high halves are two streams.
+// The project's format and decoder: bitmap rows, then value rows whose low and high halves are two streams, in turn two
+// registers of the one and two of the other.
 struct SplitStreams {
   static constexpr char const* kName = "split streams";
   static constexpr int kBitmapRows = kLaneElements / format::kWordElements;
@@ -57,11 +58,12 @@ struct SplitStreams {
 
   static int pack(LaneElements const& elements, LaneColumn<kMaxRows>& column) {
     int length[Codec16::kStreams] = {};
-    for (int e = 0; e < kLaneElements; ++e) {
-      if (elements[e] == 0) continue;
+    for (int e = 0; e < kLaneElements; ++e) {  // in the order of the streams
+      uint16_t value = elements[e / 8 * 8 + e % 2 * 4 + e / 2 % 4];
+      if (value == 0) continue;
       int stream = Codec16::stream(e);
       column[format::bitmap_word(e)] |= 1u << format::bitmap_bit(e % format::kWordElements);
-      column[kBitmapRows + length[stream]++] |= Codec16::place(elements[e], stream);
+      column[kBitmapRows + length[stream]++] |= Codec16::place(value, stream);
     }
     return kBitmapRows + *std::max_element(std::begin(length), std::end(length));
   }

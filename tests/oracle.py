@@ -72,9 +72,14 @@ def element_position(role: str, padded: int, lane: int, element: int) -> tuple[i
         token, channel = 16 * (block // (padded // 16)), 16 * (block % (padded // 16))
     else:
         token, channel = 16 * (block % 4), 16 * (block // 4)
-    row = lane // 4 + 8 * (fragment // 2 % 2)
-    column = 2 * (lane % 4) + fragment % 2 + 8 * (fragment // 4)
-    return (token + row, channel + column) if role == "key" else (token + column, channel + row)
+    row = lane // 4 + 8 * (fragment // 4)
+    column = 2 * (lane % 4) + fragment // 2 % 2 + 8 * (fragment % 2)
+    exchanged = column & 0b0110 | (column & 1) << 3 | column >> 3  # its bits 0 and 3
+    return (token + row, channel + exchanged) if role == "key" else (token + exchanged, channel + row)
+
+
+def bitmap_bit(element: int) -> int:
+    return 2 * (element // 8 % 4) + element % 2 + 8 * (element // 2 % 4)
 
 
 def decode(state: dict) -> torch.Tensor:
@@ -95,7 +100,7 @@ def decode(state: dict) -> torch.Tensor:
         for lane in range(32):
             taken = [0, 0]
             for e in range(2 * padded):
-                if block[e // 32, lane] >> ((e % 32) // 4 + 8 * (e % 4)) & 1:
+                if block[e // 32, lane] >> bitmap_bit(e) & 1:
                     value = int(values[taken[e % 2], lane]) >> (16 * (e % 2)) & 0xFFFF
                     taken[e % 2] += 1
                     token, channel = positions[lane][e]

@@ -208,15 +208,16 @@ __global__ void __launch_bounds__(32 * kCombineWarps, kCombineCtas)
   Segment segment = line.segment(blockIdx.x);
   int atom = blockIdx.y, m = atom % kAtomsM<Traits>, n = atom / kAtomsM<Traits>;
   if (8 * n >= segment.rows) return;
-  int last_piece = line.piece_with(segment.units.end - 1);
-  int first = line.piece_with(segment.units.begin) / params.workers, last = last_piece / params.workers;
-  bool crossing = line.piece_begin(last_piece + 1) > segment.units.end;
+  int last_piece = line.piece_with(segment, segment.units.end - 1);
+  int first = line.piece_with(segment, segment.units.begin) / params.workers, last = last_piece / params.workers;
+  bool crossing = line.goes_on(segment, last_piece);
   // CTAs have put together the shares of pieces that end in the segment: those that lie before the crossing one.
-  int shares_end = crossing ? line.piece_begin(last_piece) : segment.units.end;
+  int shares_end = crossing ? line.begin_within(segment, last_piece) : segment.units.end;
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32, item = ShareLayout<Traits>{}(lane, atom);
   auto partial_of = [&](int cta) {  // the crossing one follows those of the CTAs; -1: none
     if (cta > last) return crossing && cta == last + 1 ? crossing_partial(blockIdx.x) : -1;
-    int begin = max(segment.units.begin, line.cta_begin(cta)), end = min(shares_end, line.cta_begin(cta + 1));
+    int begin = line.begin_within(segment, cta * params.workers);
+    int end = min(shares_end, line.begin_within(segment, (cta + 1) * params.workers));
     return begin < end ? cta_partial(line.segments(), cta, blockIdx.x) : -1;
   };
   RunningSum<Traits> sum;

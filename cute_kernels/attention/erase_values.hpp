@@ -23,12 +23,12 @@ struct ValueStreams {
   // Whether any value is infinity or NaN.
   CUTE_DEVICE bool has_nonfinite() const {
     constexpr uint16_t kExponent = std::is_same_v<typename Traits::Element, half_t> ? 0x7c00 : 0x7f80;
-    constexpr uint32_t kEvenBytes = 0x00ff00ffu;  // of a bitmap: elements of the first stream
+    constexpr uint32_t kFirst = format::stream_bits(0);
     int count[2] = {0, 0};
 #pragma unroll 2
     for (int row = 0; row < kBitmapRows; ++row) {
       uint32_t word = words[row * format::kLanes];
-      count[0] += __popc(word & kEvenBytes), count[1] += __popc(word & ~kEvenBytes);
+      count[0] += __popc(word & kFirst), count[1] += __popc(word & ~kFirst);
     }
     bool found = false;
 #pragma unroll 4

@@ -8,9 +8,10 @@
 
 namespace cute_kernels::attention {
 
-// How the line of work is cut, see work.hpp: in parts, those into pieces.
+// How the line of work is cut, see work.hpp: in parts, those into pieces, some of them longer by one. In units; if ragged,
+// in weights.
 struct Cut {
-  int part_units, units_per_piece, spare_units;
+  int part, piece, spare;
 };
 
 struct Params : Problem {

@@ -26,19 +26,19 @@ class Queries {
   // Channels in the order of the compressed keys; those beyond the last are zeros.
   template <class Fragment>
   CUTE_DEVICE void load(uint8_t const* channel_order, Fragment& tCrB /* ((2,2),MMA_N,MMA_K) */) const {
-    CUTE_STATIC_ASSERT_V((shape<0>(tCrB) == Shape<_2, _2>{}));  // two neighbouring channels, then 8 further on
+    CUTE_STATIC_ASSERT_V((shape<0>(tCrB) == Shape<_2, _2>{}));  // two neighbouring columns, then 8 further on
     CUTE_UNROLL
     for (int k = 0; k < size<2>(tCrB); ++k) {
       CUTE_UNROLL
       for (int j = 0; j < 2; ++j) {
-        int position = 16 * k + 2 * (threadIdx.x % 4) + 8 * j;
+        int position = format::position_of_column(16 * k + j) + 2 * (threadIdx.x % 4);  // that of column + 8 is next
         uint32_t channels = __ldg(reinterpret_cast<uint16_t const*>(channel_order + position));
         CUTE_UNROLL
         for (int n = 0; n < kBlocks; ++n) {
           CUTE_UNROLL
           for (int i = 0; i < 2; ++i) {
             int channel = channels >> (8 * i) & 0xff;
-            tCrB(make_coord(i, j), n, k) = channel < head_dim_ ? rows_[n][channel] : Element(0.f);
+            tCrB(make_coord(j, i), n, k) = channel < head_dim_ ? rows_[n][channel] : Element(0.f);
           }
         }
       }

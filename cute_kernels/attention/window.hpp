@@ -85,8 +85,9 @@ class WindowUnit {
       CUTE_UNROLL
       for (int pair = 0; pair < 2 * Traits::kWorkerWarps; ++pair) {
         // A weight of 0 must not meet whatever lies where there is no token: zeros take its place.
-        int token = 8 * pair + column, low = min(token, last_token), high = min(token + 1, last_token);
-        uint32_t exists = (token < tokens_ ? 0xffffu : 0) | (token + 1 < tokens_ ? 0xffff0000u : 0);
+        int token = format::position_of_column(8 * pair) + column, next = token + format::position_of_column(1);
+        int low = min(token, last_token), high = min(next, last_token);
+        uint32_t exists = (token < tokens_ ? 0xffffu : 0) | (next < tokens_ ? 0xffff0000u : 0);
         CUTE_UNROLL
         for (int i = 0; i < 2 * kRound; ++i)
           words(i % 2 + 2 * (pair % 2), i / 2, pair / 2) =

@@ -1,6 +1,9 @@
 // The line of work: units, segment after segment, cut into equal pieces of consecutive units, one a worker. Or, where
 // that is about as even, cut at the segments' ends too, so that a cluster has all pieces of its segments.
 //
+// Where lengths differ, some workers have many short segments, each of which takes time of its own: there pieces have
+// equal weights, those of units and of segments, whose own come before those of their units.
+//
 // A segment is (row of q, KV head, block of N query rows). Its units are a few tokens of its window each, then the
 // tiles of its compressed tokens; one that has neither has one unit all the same, so that its result is written. Where
 // lengths are on the device, so is the partition: every CTA works it out for itself.
@@ -11,8 +14,9 @@
 namespace cute_kernels::attention {
 
 inline constexpr int kUnitTokens = format::kTileTokens;
-inline constexpr int kWindowUnitTokens = 32;  // dense ones
-inline constexpr int kMaxWorkers = 14;        // by the barriers of a CTA: 0 and 15 are those of all
+inline constexpr int kWindowUnitTokens = 32;               // dense ones
+inline constexpr int kUnitWeight = 2, kSegmentWeight = 1;  // where lengths differ
+inline constexpr int kMaxWorkers = 14;                     // by the barriers of a CTA: 0 and 15 are those of all
 
 // Of a segment.
 CUTE_HOST_DEVICE constexpr int64_t window_units_of(int64_t tokens) {
@@ -73,23 +77,42 @@ class WorkLine {
 
   CUTE_DEVICE int segments() const { return params_.batch * params_.row_segments.divisor; }
 
-  // Pieces differ by one unit at most, the longer ones spread evenly. Some are empty if there are fewer units.
+  // Of the whole line's pieces; some are empty if there are fewer units.
   CUTE_DEVICE int piece_begin(int piece) const {
-    Cut const& cut = cut_of_line();
-    int part = 0, index = piece;
-    if (params_.by_segments) params_.pieces(part, index, piece);
-    return part * cut.part_units + index * cut.units_per_piece + params_.pieces.div(index * cut.spare_units);
+    int place = place_of_piece(piece);
+    return params_.ragged ? unit_at(place) : place;
   }
   CUTE_DEVICE UnitRange piece_of_worker(int worker) const { return {piece_begins_[worker], piece_begins_[worker + 1]}; }
-  CUTE_DEVICE int cta_begin(int cta) const { return piece_begin(cta * params_.workers); }
-  CUTE_DEVICE int longest() const { return cut_of_line().units_per_piece + (cut_of_line().spare_units > 0); }
 
-  // Of the whole line's.
-  CUTE_DEVICE int piece_with(int unit) const {
-    float share = static_cast<float>(unit) / static_cast<float>(cut_of_line().part_units);
+  // Units of any piece at most.
+  CUTE_DEVICE int longest() const {
+    int most = cut_of_line().piece + (cut_of_line().spare > 0);
+    return params_.ragged ? (most + 1) / kUnitWeight : most;
+  }
+
+  // Of the whole line's, the piece that has a unit of a segment.
+  CUTE_DEVICE int piece_with(Segment const& segment, int unit) const {
+    int place = params_.ragged ? kUnitWeight * unit + kSegmentWeight * (segment.index + 1) : unit;
+    float share = static_cast<float>(place) / static_cast<float>(cut_of_line().part);
     int piece = max(0, static_cast<int>(share * params_.pieces.divisor) - 1);  // rounding moves it by less than one
-    while (piece_begin(piece + 1) <= unit) ++piece;
+    while (place_of_piece(piece + 1) <= place) ++piece;
     return piece;
+  }
+  // Where a piece begins, brought to within a segment; no row is looked up.
+  CUTE_DEVICE int begin_within(Segment const& segment, int piece) const {
+    UnitRange units = segment.units;
+    int place = place_of_piece(piece), unit = place;
+    if (params_.ragged) {
+      int in_segment = place - kUnitWeight * units.begin - kSegmentWeight * segment.index;
+      unit = units.begin + unit_in_segment(in_segment);
+    }
+    return max(units.begin, min(unit, units.end));
+  }
+  // Whether a piece that has the segment's last unit goes on with the next one's.
+  CUTE_DEVICE bool goes_on(Segment const& segment, int piece) const {
+    int end = segment.units.end;
+    return place_of_piece(piece + 1) >
+           (params_.ragged ? kUnitWeight * end + kSegmentWeight * (segment.index + 2) : end);
   }
 
   CUTE_DEVICE Segment segment(int index) const {
@@ -102,14 +125,10 @@ class WorkLine {
 
   CUTE_DEVICE Segment segment_with(int unit) const {
     if (!params_.ragged) return segment(params_.units_per_segment.div(unit));
-    int low = 0, high = params_.batch, place = params_.row_segments.div(unit);  // all segments of a row are alike
-    while (high - low > 1) {
-      int middle = (low + high) / 2;
-      (unit_ends_[middle] <= place ? low : high) = middle;
-    }
-    int units = unit_ends_[low + 1] - unit_ends_[low], before = unit_ends_[low] * params_.row_segments.divisor;
+    int row = row_at(params_.row_segments.div(unit), 1, 0);
+    int units = unit_ends_[row + 1] - unit_ends_[row], before = unit_ends_[row] * params_.row_segments.divisor;
     int in_row = (unit - before) / units;
-    return make_segment(low, in_row, before + in_row * units, units);
+    return make_segment(row, in_row, before + in_row * units, units);
   }
 
   CUTE_DEVICE int tokens_of(int sequence) const {
@@ -131,6 +150,36 @@ class WorkLine {
     return params_.ragged ? *reinterpret_cast<Cut const*>(unit_ends_ + params_.batch + 1) : params_.cut;
   }
 
+  // Where a piece begins, in units or, if ragged, in weights. Pieces differ by one at most, the longer ones spread
+  // evenly.
+  CUTE_DEVICE int place_of_piece(int piece) const {
+    Cut const& cut = cut_of_line();
+    int part = 0, index = piece;
+    if (params_.by_segments) params_.pieces(part, index, piece);
+    return part * cut.part + index * cut.piece + params_.pieces.div(index * cut.spare);
+  }
+
+  // The row of a place in a line that has one segment of every row.
+  CUTE_DEVICE int row_at(int place, int unit_weight, int segment_weight) const {
+    int low = 0, high = params_.batch;
+    CUTE_NO_UNROLL
+    while (high - low > 1) {
+      int middle = (low + high) / 2;
+      (unit_weight * unit_ends_[middle] + segment_weight * middle <= place ? low : high) = middle;
+    }
+    return low;
+  }
+
+  // The unit at, or the first one behind, a weight.
+  CUTE_DEVICE static int unit_in_segment(int weight) { return max(0, weight - kSegmentWeight + 1) / kUnitWeight; }
+  CUTE_DEVICE int unit_at(int place) const {
+    int row = row_at(params_.row_segments.div(place), kUnitWeight, kSegmentWeight), first = unit_ends_[row];
+    int units = unit_ends_[row + 1] - first, weight = kUnitWeight * units + kSegmentWeight;
+    int in_row = place - (kUnitWeight * first + kSegmentWeight * row) * params_.row_segments.divisor;
+    int segments = in_row / weight;
+    return first * params_.row_segments.divisor + segments * units + unit_in_segment(in_row - segments * weight);
+  }
+
   // With one warp.
   CUTE_DEVICE void add_up_units() {
     int lane = threadIdx.x, sum = 0;
@@ -148,8 +197,8 @@ class WorkLine {
     }
     if (lane > 0) return;
     auto& cut = *reinterpret_cast<Cut*>(unit_ends_ + params_.batch + 1);
-    cut.part_units = sum * params_.row_segments.divisor;
-    params_.pieces(cut.units_per_piece, cut.spare_units, cut.part_units);
+    cut.part = (kUnitWeight * sum + kSegmentWeight * params_.batch) * params_.row_segments.divisor;
+    params_.pieces(cut.piece, cut.spare, cut.part);
   }
 
   CUTE_DEVICE int sequence_of(int row) const { return params_.sequences ? __ldg(params_.sequences + row) : row; }

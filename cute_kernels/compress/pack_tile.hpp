@@ -37,14 +37,6 @@ struct PackStorage {
 // the same channel: within 8 rows its vector moves to 8 places.
 __device__ constexpr int swizzled(int row, int channel) { return channel ^ (row % kSwizzledRows) * kVectorValues; }
 
-// Bits of a bitmap word that are of one stream.
-__device__ constexpr uint32_t stream_bits(int stream) {
-  uint32_t bits = 0;
-  for (int e = 0; e < kWordElements; ++e)
-    if (Codec16::stream(e) == stream) bits |= 1u << bitmap_bit(e);
-  return bits;
-}
-
 // What a tile is packed from. Pointers may be to shared memory.
 struct TileSource {
   uint16_t const* rows;  // its first token

@@ -8,7 +8,7 @@ namespace cute_kernels::cpu {
 
 inline constexpr int kTokensOfTile = 64;
 inline constexpr int kVectorPadding = 32;  // values that a vector load may read beyond the end of a stream
-inline constexpr int kSumWidth = 8;        // parts of two sums, of the even and the odd entries of a vector
+inline constexpr int kSumWidth = 8;        // parts of two sums, of the even and the odd pairs of a vector's entries
 
 enum class Number : int { kFloat16 = 0, kBFloat16 = 1, kFloat32 = 2 };  // as format::DType
 

@@ -33,7 +33,7 @@ ProductLayout make_product_layout(Role role, int head_dim) {
         int row = lane / kLaneColumns, column = lane % kLaneColumns;
         int s = format::Codec16::stream(e), k = e / kStreams % entries, c = e / kStreams / entries;
         int position = table[lane * elements + e];
-        uint8_t& sum = layout.sum_position[(row * blocks + c) * 2 + k % 2];
+        uint8_t& sum = layout.sum_position[(row * blocks + c) * 2 + k / 2 % 2];
         uint8_t& operand = layout.operand_position[(column * kStreams + s) * entries + k];
         f(is_key ? sum : operand, is_key ? operand : sum, position);
       }

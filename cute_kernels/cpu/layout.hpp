@@ -19,8 +19,8 @@ const std::vector<uint16_t>& element_table(format::Role role, int padded_head_di
 // The rows of A come in blocks of 16: 4 blocks of tokens for keys, padded_head_dim / 16 of channels for values. Element
 // e of a lane is entry k of its stream s in block c: e = kStreams * (c * entries + k) + s. For keys there are
 // padded_head_dim / 4 entries, for values 16, one bitmap word. The element's row of A depends on the lane's row, c and
-// k % 2, its column of A on the lane's column, s and k. A product sums over the columns of A, so its vectors run over
-// k, and every other entry of a vector belongs to the same sum.
+// k / 2 % 2, its column of A on the lane's column, s and k. A product sums over the columns of A, so its vectors run
+// over k, and every other pair of a vector's entries belongs to the same sum.
 struct ProductLayout {
   int blocks, entries;
   std::vector<uint8_t> sum_position;      // [row][c][2] -> token position of keys, channel position of values

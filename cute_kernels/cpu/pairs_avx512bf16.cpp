@@ -38,27 +38,29 @@ class MagnitudeCheck {
   Words most_ = _mm512_setzero_si512(), least_ = _mm512_set1_epi16(-1);
 };
 
-// As shuffle_bits, but with bytes 1 and 2 of the result exchanged: low, low of stream 0, 1, then high, high.
-inline Words shuffle_bits16(Words w) {
-  const Words nibble = _mm512_set1_epi8(0x0f);
-  const Words spread = _mm512_broadcast_i32x4(_mm_setr_epi8(0x00, 0x01, 0x04, 0x05, 0x10, 0x11, 0x14, 0x15, 0x40, 0x41,
-                                                            0x44, 0x45, 0x50, 0x51, 0x54, 0x55));  // bit i to bit 2 i
-  Words low = _mm512_shuffle_epi8(spread, _mm512_and_si512(w, nibble));
-  Words high = _mm512_shuffle_epi8(spread, _mm512_and_si512(_mm512_srli_epi32(w, 4), nibble));
-  low = _mm512_or_si512(low, _mm512_srli_epi32(low, 15));  // the upper half's bits go between the lower half's
-  high = _mm512_or_si512(high, _mm512_srli_epi32(high, 15));
-  return _mm512_mask_blend_epi16(0xaaaaaaaau, low, _mm512_slli_epi32(high, 16));
+template <int kShift>
+Words exchange_bits(Words w, uint32_t mask) {
+  constexpr int kXorAnd = 0x28, kXor = 0x96;
+  Words t =
+      _mm512_ternarylogic_epi32(w, _mm512_srli_epi32(w, kShift), _mm512_set1_epi32(static_cast<int>(mask)), kXorAnd);
+  return _mm512_ternarylogic_epi32(w, t, _mm512_slli_epi32(t, kShift), kXor);
+}
+
+// shuffle_bits of 16 words.
+Words shuffle_bits16(Words w) {
+  w = exchange_bits<15>(w, 0x0000aaaau);
+  w = exchange_bits<4>(w, 0x00f000f0u);
+  w = exchange_bits<2>(w, 0x0c0c0c0cu);
+  return exchange_bits<1>(w, 0x22222222u);
 }
 
 void unpack_masks(const uint32_t* block, int bitmap_rows, uint32_t* masks) {
   constexpr __mmask32 kOddHalves = 0xaaaaaaaau;
-  const Words order =
-      _mm512_broadcast_i32x4(_mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15));
   for (int row = 0; row < bitmap_rows; row += 2, masks += kTileStreams * kTileLanes)
     for (int lane = 0; lane < kTileLanes; lane += 16) {
       const uint32_t* words = block + row * kTileLanes + lane;
-      Words first = _mm512_shuffle_epi8(shuffle_bits16(Avx512::load_words(words)), order);
-      Words second = _mm512_shuffle_epi8(shuffle_bits16(Avx512::load_words(words + kTileLanes)), order);
+      Words first = shuffle_bits16(Avx512::load_words(words));
+      Words second = shuffle_bits16(Avx512::load_words(words + kTileLanes));
       _mm512_storeu_si512(masks + lane, _mm512_mask_blend_epi16(kOddHalves, first, _mm512_slli_epi32(second, 16)));
       _mm512_storeu_si512(masks + kTileLanes + lane,
                           _mm512_mask_blend_epi16(kOddHalves, _mm512_srli_epi32(first, 16), second));
@@ -96,23 +98,25 @@ struct Pairs {
 class PairReader {
  public:
   PairReader(const PairedTile& tile, int lane)
-      : masks_(tile.masks + lane), even_(tile.streams + lane * kTileStreams * tile.stride), odd_(even_ + tile.stride) {}
+      : masks_(tile.masks + lane),
+        first_(tile.streams + lane * kTileStreams * tile.stride),
+        second_(first_ + tile.stride) {}
 
   Pairs next() {
-    const uint32_t even_mask = masks_[0], odd_mask = masks_[kTileLanes];
-    Words even = _mm512_loadu_si512(even_), odd = _mm512_loadu_si512(odd_);
-    asm("" : "+v"(even), "+v"(odd));  // expand in registers
-    even = _mm512_maskz_expand_epi16(even_mask, even);
-    odd = _mm512_maskz_expand_epi16(odd_mask, odd);
+    const uint32_t first_mask = masks_[0], second_mask = masks_[kTileLanes];
+    Words first = _mm512_loadu_si512(first_), second = _mm512_loadu_si512(second_);
+    asm("" : "+v"(first), "+v"(second));  // expand in registers
+    first = _mm512_maskz_expand_epi16(first_mask, first);
+    second = _mm512_maskz_expand_epi16(second_mask, second);
     masks_ += kTileStreams * kTileLanes;
-    even_ += _mm_popcnt_u32(even_mask);
-    odd_ += _mm_popcnt_u32(odd_mask);
-    return {(__m512bh)_mm512_unpacklo_epi16(even, odd), (__m512bh)_mm512_unpackhi_epi16(even, odd)};
+    first_ += _mm_popcnt_u32(first_mask);
+    second_ += _mm_popcnt_u32(second_mask);
+    return {(__m512bh)_mm512_unpacklo_epi16(first, second), (__m512bh)_mm512_unpackhi_epi16(first, second)};
   }
 
  private:
   const uint32_t* masks_;
-  const uint16_t *even_, *odd_;
+  const uint16_t *first_, *second_;
 };
 
 inline __m512bh load_pairs(const uint32_t* p) { return (__m512bh)_mm512_loadu_si512(p); }

@@ -51,9 +51,7 @@ struct Avx2 {
     auto halves = [](Float a, Float b) {
       return _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
     };
-    __m256d ab = _mm256_castps_pd(halves(v[0], v[1])), cd = _mm256_castps_pd(halves(v[2], v[3]));
-    Float sums =
-        _mm256_add_ps(_mm256_castpd_ps(_mm256_unpacklo_pd(ab, cd)), _mm256_castpd_ps(_mm256_unpackhi_pd(ab, cd)));
+    Float sums = _mm256_hadd_ps(halves(v[0], v[1]), halves(v[2], v[3]));
     _mm256_storeu_ps(out, _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(sums), 0xd8)));  // was a c b d
   }
 

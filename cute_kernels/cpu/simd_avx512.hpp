@@ -45,9 +45,9 @@ struct Avx512 {
     };
     Float ab = halves(v[0], v[1]), cd = halves(v[2], v[3]);
     Float quarters = _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
-    Float sums = _mm512_add_ps(quarters, _mm512_permute_ps(quarters, 0x4e));
-    _mm256_storeu_ps(out, _mm512_castps512_ps256(_mm512_castpd_ps(_mm512_permutexvar_pd(
-                              _mm512_setr_epi64(0, 2, 4, 6, 0, 2, 4, 6), _mm512_castps_pd(sums)))));
+    Float sums = _mm512_add_ps(quarters, _mm512_permute_ps(quarters, 0xb1));  // each twice
+    const __m512i once = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 0, 2, 4, 6, 8, 10, 12, 14);
+    _mm256_storeu_ps(out, _mm512_castps512_ps256(_mm512_permutexvar_ps(once, sums)));
   }
 
   static Words load_words(const uint32_t* p) { return _mm512_loadu_si512(p); }

@@ -63,11 +63,11 @@ struct Scalar {
     return n;
 #endif
   }
-  // out[2 i], out[2 i + 1]: the sums of the even and of the odd entries of v[i].
+  // out[2 i], out[2 i + 1]: the sums of the even and of the odd pairs of entries of v[i].
   static void fold(const Float (&v)[4], float* out) {
     for (int i = 0; i < 4; ++i)
       for (int odd = 0; odd < 2; ++odd)
-        out[2 * i + odd] = (v[i].at[odd] + v[i].at[odd + 4]) + (v[i].at[odd + 2] + v[i].at[odd + 6]);
+        out[2 * i + odd] = (v[i].at[2 * odd] + v[i].at[2 * odd + 4]) + (v[i].at[2 * odd + 1] + v[i].at[2 * odd + 5]);
   }
 
   static Words load_words(const uint32_t* p) {

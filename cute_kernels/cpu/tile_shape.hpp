@@ -8,19 +8,18 @@ namespace cute_kernels::cpu {
 namespace {
 
 constexpr int kTileLanes = 32;
-constexpr int kTileRows = 8;      // lane = kTileColumns * row + column
+constexpr int kTileRows = 8;  // lane = kTileColumns * row + column
 constexpr int kTileColumns = 4;
 constexpr int kTileStreams = 2;
 constexpr int kTileBlocks = 4;    // of 16 tokens: of keys the rows of A, of values its columns
 constexpr int kMaskEntries = 16;  // entries of a stream that one bitmap word covers
 constexpr int kMaxRows = 4;       // query rows in registers at a time
 
-// Bits of a bitmap word in stream order. Entry k of stream s has bit (k / 2) + 8 * (2 * (k % 2) + s): bytes 0 and 2
-// belong to stream 0, 1 and 3 to stream 1, so a perfect shuffle of the word's halves puts each stream's bits side by
-// side.
+// Bits of a bitmap word in stream order: entry k of stream s has bit 8 * (k % 4) + 2 * (k / 4) + s and gets bit 16 s +
+// k. Both numbers hold the same 5 bits in another order, and every step exchanges two of them.
 inline uint32_t shuffle_bits(uint32_t w) {
   uint32_t t;
-  t = (w ^ (w >> 8)) & 0x0000ff00u, w ^= t ^ (t << 8);
+  t = (w ^ (w >> 15)) & 0x0000aaaau, w ^= t ^ (t << 15);
   t = (w ^ (w >> 4)) & 0x00f000f0u, w ^= t ^ (t << 4);
   t = (w ^ (w >> 2)) & 0x0c0c0c0cu, w ^= t ^ (t << 2);
   t = (w ^ (w >> 1)) & 0x22222222u, w ^= t ^ (t << 1);

@@ -129,7 +129,7 @@ class ValueSums {
         for (int j = 0; j < kSumWidth; j += 4)
           for (int k = 0; k < 4; ++k) four[k] += sums[j + k];
         for (int odd = 0; odd < 2; ++odd)
-          out[channel_order[layout_.sum_position[2 * i + odd]]] += four[odd] + four[odd + 2];
+          out[channel_order[layout_.sum_position[2 * i + odd]]] += four[2 * odd] + four[2 * odd + 1];
       }
   }
 

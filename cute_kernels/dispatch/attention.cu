@@ -68,8 +68,9 @@ WindowAccess window_access(attention::Problem const& problem) {
   return {vectorized, vectorized && contiguous && in_vectors(window.values, window.value_strides)};
 }
 
-void check_sizes(attention::Problem const& problem, int64_t units) {
-  if (units > INT32_MAX / 2) throw std::runtime_error("the call has more than 2^30 tiles of work; split the batch");
+void check_sizes(attention::Problem const& problem, int64_t places) {
+  if (places > INT32_MAX / 2)
+    throw std::runtime_error("the call has more than 2^30 tiles of work, or 2^29 where lengths differ; split the batch");
   auto reach = [&](int64_t const* strides) { return int64_t{problem.window.tokens} * strides[2]; };
   if (reach(problem.window.key_strides) > INT32_MAX || reach(problem.window.value_strides) > INT32_MAX)
     throw std::runtime_error("the tokens of a window lie 2^31 elements apart or more; pass a contiguous one");
@@ -106,7 +107,7 @@ void run(attention::Problem const& problem, void* workspace, std::string const& 
 
   int64_t segments = int64_t{problem.batch} * keys.kv_heads * rows.blocks;
   int64_t units_each = attention::units_of(keys.tokens, problem.window.tokens), units = segments * units_each;
-  check_sizes(problem, units);
+  check_sizes(problem, params.ragged ? attention::kUnitWeight * units + attention::kSegmentWeight * segments : units);
   params.units_per_segment = cutlass::FastDivmod(static_cast<int>(units_each));
   params.row_segments = cutlass::FastDivmod(keys.kv_heads * rows.blocks);
   params.row_blocks = cutlass::FastDivmod(rows.blocks);
@@ -132,8 +133,8 @@ void run(attention::Problem const& problem, void* workspace, std::string const& 
   params.workers = plan.config.workers;
   params.pieces =
       cutlass::FastDivmod(params.by_segments ? plan.config.segment_pieces : plan.config.ctas * plan.config.workers);
-  params.cut.part_units = static_cast<int>(params.by_segments ? units_each : units);
-  params.pieces(params.cut.units_per_piece, params.cut.spare_units, params.cut.part_units);
+  params.cut.part = static_cast<int>(params.by_segments ? units_each : units);
+  params.pieces(params.cut.piece, params.cut.spare, params.cut.part);
   params.stages = plan.stages;
   kernels.launch(params, plan.config, stream);
 }

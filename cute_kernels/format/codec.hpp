@@ -24,6 +24,14 @@ struct Codec {
 
 using Codec16 = Codec<16>;  // fp16 and bf16, stored bit for bit
 
+// Bits of a bitmap word that are of one stream.
+CUTE_HOST_DEVICE constexpr uint32_t stream_bits(int stream) {
+  uint32_t bits = 0;
+  for (int e = 0; e < kWordElements; ++e)
+    if (Codec16::stream(e) == stream) bits |= 1u << bitmap_bit(e);
+  return bits;
+}
+
 // Rows of a tile whose longest stream has `longest` values, and the most that any pattern of a tile can need.
 CUTE_HOST_DEVICE constexpr int tile_rows(int head_dim, int longest) { return bitmap_rows(head_dim) + longest; }
 template <class C>

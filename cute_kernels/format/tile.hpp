@@ -32,10 +32,21 @@ inline constexpr int kClasses = 8;                 // channels and tokens mod 8 
 inline constexpr int kMinHeadDim = 64;             // tiles hold 64, 128 or 256 channels; any other multiple of 8 is
 inline constexpr int kMaxHeadDim = 256;            // padded with empty channels
 
-// Four consecutive elements of a lane (two half2 registers) sit in four bytes of the word, at one bit position:
-// `word & (0x01010101 << s)` is a vector of four 0/1 bytes, which is what dp4a wants.
+// Four consecutive elements of a lane's stream s (two half2 registers) sit in four bytes of the word, at one bit
+// position: `word & (0x01010101 << (2 i + s))` is a vector of four 0/1 bytes, which is what dp4a wants.
 CUTE_HOST_DEVICE constexpr int bitmap_word(int element) { return element / kWordElements; }
-CUTE_HOST_DEVICE constexpr int bitmap_bit(int element) { return (element / 4) % 8 + 8 * (element % 4); }
+CUTE_HOST_DEVICE constexpr int bitmap_bit(int element) {
+  int atom = element / 8 % 4, stream = element % 2, entry = element / 2 % 4;
+  return 2 * atom + stream + 8 * entry;
+}
+
+// Column of A within a block of 16 -> position within 16. Columns that a lane holds in one register, 2t and 2t + 1,
+// have positions 2t and 2t + 8: the same mod 8, so that they are of one stream; those of its next register along K are
+// 1 more.
+using ColumnPositions = Layout<Shape<_2, _4, _2>, Stride<_8, _2, _1>>;
+CUTE_HOST_DEVICE constexpr int position_of_column(int column) {
+  return column / 16 * 16 + ColumnPositions{}(column % 16);
+}
 
 CUTE_HOST_DEVICE constexpr int lane_elements(int head_dim) { return kTileTokens * head_dim / kLanes; }
 CUTE_HOST_DEVICE constexpr int bitmap_rows(int head_dim) { return lane_elements(head_dim) / kWordElements; }
@@ -59,9 +70,12 @@ CUTE_HOST_DEVICE constexpr auto element_layout() {
   constexpr bool kIsKey = kRole == Role::kKey;
   using Tokens = Int<kTileTokens>;
   using Channels = Int<HeadDim>;
-  auto tile = [] {  // (M,K) -> token_position * HeadDim + channel_position
-    if constexpr (kIsKey) return make_layout(Shape<Tokens, Channels>{}, Stride<Channels, _1>{});
-    else return make_layout(Shape<Channels, Tokens>{}, Stride<_1, Channels>{});
+  auto positions = [](auto columns) {  // column -> position
+    return make_layout(ColumnPositions{}, make_layout(columns / _16{}, _16{}));
+  };
+  auto tile = [&] {  // (M,K) -> token_position * HeadDim + channel_position
+    if constexpr (kIsKey) return make_layout(Layout<Tokens, Channels>{}, positions(Channels{}));
+    else return make_layout(Layout<Channels, _1>{}, composition(Layout<Tokens, Channels>{}, positions(Tokens{})));
   }();
   auto thread_fragment =
       make_tiled_mma(TileMmaAtom{}).thrfrg_A(tile);  // ((THR_V,(THR_M,THR_K)),(FRG_V,(REST_M,REST_K)))
@@ -69,7 +83,9 @@ CUTE_HOST_DEVICE constexpr auto element_layout() {
   auto atom = get<1, 0>(thread_fragment);
   auto rest_m = get<1, 1, 0>(thread_fragment);
   auto rest_k = get<1, 1, 1>(thread_fragment);
-  auto layout = make_layout(lanes, make_layout(atom, rest_k, rest_m));
+  static_assert(rank(atom) == 3);  // column + 1, row + 8, column + 8: the last is the stream, consecutive elements
+  auto elements = make_layout(get<2>(atom), get<0>(atom), get<1>(atom));
+  auto layout = make_layout(lanes, make_layout(elements, rest_k, rest_m));
   CUTE_STATIC_ASSERT_V(size<0>(layout) == Int<kLanes>{});
   CUTE_STATIC_ASSERT_V(size<1>(layout) == Int<lane_elements(HeadDim)>{});
   return layout;

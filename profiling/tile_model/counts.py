@@ -4,15 +4,15 @@ A tile is 64 tokens of one KV head times the head's channels, 2 D elements a lan
 on CC 9.0 a warpgroup multiplies by more rows than a warp takes, a quarter of the tile in each of its warps.
 Instructions of the decoder are counted from decompress.hpp, those around it come from counters:
 
-    an element of a lane  1 LDS, 1 IDP (for four: two addresses and two advances by dp4a), 0.5 PRMT, 0.25 LOP3,
-                          0.25 IMAD and 0.25 SHF (the selectors of four)
+    an element of a lane  1 LDS, 1 IDP (for two: an address by dp4a and a selector by dp2a), 0.5 PRMT, 0.25 LOP3
     a bitmap word         1 LDS, 3 SHF, 1 POPC (both streams, every other word), 2 others
     an m16n8k16 atom      1 HMMA
     the rest, sparse_qk   1312 instructions a tile were counted at D 128, N 8, 4 rows (profiling/NOTES.md), 920 of them
-                          decoder and MMAs: 392 for copies, offsets, loop and epilogue; of the latter 12 a row
+                          MMAs and a decoder of 128 more: 392 for copies, offsets, loop and epilogue; of the latter 12 a
+                          row
     the rest, sparse_av   198 more: the loops over tiles differ by that much in the machine code (profiling.sass)
-    on CC 9.0, by warps   1218 were counted for sparse_qk, 298 of them the rest; the loop of sparse_av has 1095 if p is
-                          aligned, 175 of them the rest, and its producers are taken to be those of sparse_qk, some 50
+    on CC 9.0, by warps   1218 were counted then for sparse_qk, 298 of them the rest; the loop of sparse_av had 1095 if p
+                          is aligned, 175 of them the rest, and its producers are taken to be those of sparse_qk, some 50
     by warpgroups         a warp finds its quarter by the words before it, a warpgroup issues 4 x 8 HGMMA at D 128; the
                           rest is that of p: 81 a row in the machine code (884 and 1536 in the loop of a warp at N 32
                           and 64), taken to be 97, for 32 rows more took 29 clocks a row and tile (profiling/NOTES.md);
@@ -162,8 +162,8 @@ class Tile:
         if self.worker_warps > 1:
             mma = {"HMMA": 0.0, "HGMMA": e / 8}
             rest = WARPGROUP_REST[self.role] + WARPGROUP_REST_A_ROW[self.role] * self.rows
-        return {"LDS": e + w + before, "IDP": 1.0 * e, "IMAD": 0.25 * e, "PRMT": 0.5 * e, "LOP3": 0.25 * e,
-                "SHF": 0.25 * e + 3.0 * w, "POPC": w + before, "other": 2.0 * w, **mma, "rest": rest}
+        return {"LDS": e + w + before, "IDP": 1.0 * e, "PRMT": 0.5 * e, "LOP3": 0.25 * e, "SHF": 3.0 * w,
+                "POPC": w + before, "other": 2.0 * w, **mma, "rest": rest}
 
     @property
     def wavefronts(self) -> float:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 SOURCES = {
     "registers, shared memory": "CUDA C++ Programming Guide, technical specifications by compute capability",
     "issue, ALU, POPC": "the same guide, throughput of native arithmetic instructions: 4 schedulers, 64 and 16 lanes",
-    "FMA-heavy (IDP, IMAD)": "64 lanes, the rate of integer multiply-add in that table; decode_microbench agrees",
+    "FMA-heavy (IDP)": "64 lanes, the rate of integer multiply-add in that table; decode_microbench agrees",
     "SMs, clocks, tensor, DRAM": "A100 and H100 whitepapers, H200 datasheet; tensor = fp16 peak / SMs / clock / 2",
     "mma.sync on 9.0": "about 63 % of the WGMMA peak, Luo et al., arXiv 2402.13499",
     "L2 bytes a clock": "5120 for the device: A100 whitepaper; for H100 table 3 of PMC10448217, 8986 GB/s at 1755 MHz",

@@ -12,7 +12,7 @@ from cute_kernels._extension import ROLE_CODES
 from cute_kernels._validation import ALIGNMENT, TENSOR_DTYPES
 
 FORMAT_NAME = "cute_kernels.sparse_kv"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 

@@ -74,7 +74,7 @@ struct RowScales {
   }
 };
 
-// Positions of a tile -> tokens, for the k elements of this lane's B fragments: bytes of two neighbours.
+// The tokens of this lane's B fragments. Columns 8 apart have neighbouring positions: bytes of two of them.
 template <class Traits>
 struct LaneTokens {
   static constexpr int kBlocks = Traits::kTokens / 16;
@@ -83,15 +83,15 @@ struct LaneTokens {
   template <class Coords>
   CUTE_DEVICE LaneTokens(uint8_t const* token_order,
                          Coords const& tCcB /* ((2,2),MMA_N,MMA_K) -> (row, token_position) */) {
-    CUTE_STATIC_ASSERT_V((shape<0>(tCcB) == Shape<_2, _2>{}));  // two neighbouring positions, then 8 further on
+    CUTE_STATIC_ASSERT_V((shape<0>(tCcB) == Shape<_2, _2>{}));  // two neighbouring columns, then 8 further on
     CUTE_STATIC_ASSERT_V(size<2>(tCcB) == Int<kBlocks>{});
     CUTE_UNROLL
     for (int i = 0; i < 2 * kBlocks; ++i)
-      pair[i / 2][i % 2] =
-          *reinterpret_cast<uint16_t const*>(token_order + get<1>(tCcB(make_coord(0, i % 2), 0, i / 2)));
+      pair[i / 2][i % 2] = *reinterpret_cast<uint16_t const*>(
+          token_order + format::position_of_column(get<1>(tCcB(make_coord(i % 2, 0), 0, i / 2))));
   }
   // v: index in the fragment's first mode, k: block of 16 tokens
-  CUTE_DEVICE int operator()(int v, int k) const { return pair[k][v / 2] >> (8 * (v % 2)) & 0xff; }
+  CUTE_DEVICE int operator()(int v, int k) const { return pair[k][v % 2] >> (8 * (v / 2)) & 0xff; }
 };
 
 template <class Traits, bool kConverts>

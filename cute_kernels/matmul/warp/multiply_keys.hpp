@@ -18,7 +18,7 @@ CUTE_DEVICE void load_queries(Params const& params, Segment const& segment, Frag
       make_identity_tensor(Shape<Int<Traits::kN>, Int<Traits::kK>>{});  // (BLK_N,BLK_K) -> (row, channel_position)
   Tensor tCcB = thr_mma.partition_B(cB);                                // ((2,2),MMA_N,MMA_K)
   CUTE_STATIC_ASSERT_V(shape(tCcB) == shape(tCrB));
-  CUTE_STATIC_ASSERT_V((shape<0>(tCcB) == Shape<_2, _2>{}));  // two neighbouring channels, then 8 further on
+  CUTE_STATIC_ASSERT_V((shape<0>(tCcB) == Shape<_2, _2>{}));  // two neighbouring columns, then 8 further on
   uint8_t const* channel_order = params.sparse.channel_order + int64_t{segment.head} * Traits::kHeadDim;
   CUTE_UNROLL
   for (int n = 0; n < size<1>(tCcB); ++n) {
@@ -30,12 +30,12 @@ CUTE_DEVICE void load_queries(Params const& params, Segment const& segment, Frag
     for (int k = 0; k < size<2>(tCcB); ++k) {
       CUTE_UNROLL
       for (int j = 0; j < 2; ++j) {
-        int position = get<1>(tCcB(make_coord(0, j), n, k));
+        int position = format::position_of_column(get<1>(tCcB(make_coord(j, 0), n, k)));
         uint32_t channels = __ldg(reinterpret_cast<uint16_t const*>(channel_order + position));
         CUTE_UNROLL
         for (int i = 0; i < 2; ++i) {
           int channel = channels >> (8 * i) & 0xff;
-          tCrB(make_coord(i, j), n, k) = channel < params.sparse.head_dim ? q[channel] : Element(0.f);
+          tCrB(make_coord(j, i), n, k) = channel < params.sparse.head_dim ? q[channel] : Element(0.f);
         }
       }
     }

@@ -16,7 +16,7 @@ class ProbabilityLoader {
     __syncwarp();
   }
 
-  // Writes sB(row, position), a warp a row, two positions a lane. Rows beyond the last stay as they are: they reach
+  // Writes sB(row, column), a warp a row, two columns a lane. Rows beyond the last stay as they are: they reach
   // only accumulators that are never stored.
   template <class TensorB>
   CUTE_DEVICE void put_in_order(Params const& params, Segment const& segment, int tile, int warp, Stage stage,
@@ -84,7 +84,9 @@ class ProbabilityLoader {
   template <class P, class TensorB>
   CUTE_DEVICE void put_as(Params const& params, Segment const& segment, int tile, int warp, Stage stage, TensorB& sB,
                           int turn) {
-    uchar2 token = *reinterpret_cast<uchar2 const*>(stage.token_order + 2 * (threadIdx.x % 32));
+    int column = 2 * (threadIdx.x % 32);
+    uchar2 token = {stage.token_order[format::position_of_column(column)],
+                    stage.token_order[format::position_of_column(column + 1)]};
     if (params.vectorized) {  // tokens beyond the last came as zeros
       constexpr int kRowElements = dense_row_elements(std::is_same_v<P, float> ? DType::kFloat32 : DType::kFloat16);
       auto const* p = reinterpret_cast<P const*>(stage.dense_rows) + warp * kRowElements;

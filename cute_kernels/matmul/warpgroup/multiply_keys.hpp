@@ -14,19 +14,18 @@ CUTE_DEVICE void load_queries(Params const& params, Segment const& segment, int 
   using Element = typename Traits::Element;
   constexpr int kPairs = Traits::kHeadDim / 2, kRowsAtOnce = kWarpgroupThreads / kPairs;
   static_assert(kRowsAtOnce > 0 && Traits::kN % kRowsAtOnce == 0);
-  int position = thread % kPairs * 2, head_dim = params.sparse.head_dim;
-  uint32_t channels = __ldg(reinterpret_cast<uint16_t const*>(params.sparse.channel_order +
-                                                              int64_t{segment.head} * Traits::kHeadDim + position));
-  int channel0 = channels & 0xff, channel1 = channels >> 8;
+  int column = thread % kPairs * 2, head_dim = params.sparse.head_dim;
+  uint8_t const* channel_order = params.sparse.channel_order + int64_t{segment.head} * Traits::kHeadDim;
+  int channel0 = __ldg(channel_order + format::position_of_column(column));
+  int channel1 = __ldg(channel_order + format::position_of_column(column + 1));
   auto const* head =
       static_cast<Element const*>(params.dense.data) + dense_head_offset(params.dense, params.work, segment.head);
 #pragma unroll 16
   for (int row = thread / kPairs; row < Traits::kN; row += kRowsAtOnce) {
-    auto const* q =
-        head + dense_row_offset(params.dense, params.work, segment.first_row + min(row, segment.rows - 1));
+    auto const* q = head + dense_row_offset(params.dense, params.work, segment.first_row + min(row, segment.rows - 1));
     alignas(4) Element pair[2] = {channel0 < head_dim ? q[channel0] : Element(0.f),
                                   channel1 < head_dim ? q[channel1] : Element(0.f)};
-    *reinterpret_cast<uint32_t*>(&sB(row, position)) = *reinterpret_cast<uint32_t const*>(pair);
+    *reinterpret_cast<uint32_t*>(&sB(row, column)) = *reinterpret_cast<uint32_t const*>(pair);
   }
   ptx::compiler_fence();  // the library's fence does not say that it orders memory
   cutlass::arch::fence_view_async_shared();
