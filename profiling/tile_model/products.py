@@ -39,13 +39,13 @@ SPARED_REGISTERS = {1: 16, 2: 16, 3: 16, 4: 20}
 # 22.3, 25.7 and 27.3 elements a clock and SM of 31. Fewer warps reach less in proportion.
 ACHIEVED = {8: 0.719, 12: 0.830, 16: 0.880}
 
-# p: how far memory and SM hide one another. sparse_qk on sm80, 8,32,8,1,T,128, 38 kept, takes 462 clocks an SM and tile
-# more between T 4096 and 16384 (17.5 and 39.2 us), memory alone 422 and the pipes alone 402: that is a p of 6. With 5, 473
+# p: how far memory and SM hide one another. sparse_qk on sm80, 8,32,8,1,T,128, 38 kept, takes 465 clocks an SM and tile
+# more between T 4096 and 16384 (17.3 and 39.2 us), memory alone 422 and the pipes alone 402: that is a p of 6. With 5, 473
 # clocks, the model chooses 16 warps wherever these were measured to be faster.
 OVERLAP_POWER = 5.0
 
-# Launch, first offsets and queries, instruction cache, last stores. sm80: what is left of that case's 39.2 us (and 7.2
-# of the 17.5 us at T 4096). sm90: the 6.7 k of 63.4 k clocks without a resident warp (profiling/NOTES.md). sparse_av
+# Launch, first offsets and queries, instruction cache, last stores. sm80: what is left of that case's 39.2 us (and 7.0
+# of the 17.3 us at T 4096). sm90: the 6.7 k of 63.4 k clocks without a resident warp (profiling/NOTES.md). sparse_av
 # adds up partial sums, sm80 in a second kernel, which overlaps the drain: what it takes longer than sparse_qk at T 4096.
 FIXED_US = {"sm80": 6.5, "sm90": 3.8}
 COMBINE_US = {"sm80": 2.0, "sm90": 2.5}
