@@ -59,7 +59,7 @@ struct SplitStreams {
   static int pack(LaneElements const& elements, LaneColumn<kMaxRows>& column) {
     int length[Codec16::kStreams] = {};
     for (int e = 0; e < kLaneElements; ++e) {  // in the order of the streams
-      uint16_t value = elements[e / 8 * 8 + e % 2 * 4 + e / 2 % 4];
+      uint16_t value = elements[e / 8 * 8 + format::ElementOrder{}(e % 8)];
       if (value == 0) continue;
       int stream = Codec16::stream(e);
       column[format::bitmap_word(e)] |= 1u << format::bitmap_bit(e % format::kWordElements);

@@ -8,8 +8,8 @@
 
 namespace cute_kernels::attention {
 
-// How the line of work is cut, see work.hpp: in parts, those into pieces, some of them longer by one. In units; if ragged,
-// in weights.
+// How the line of work is cut, see work.hpp: in parts, those into pieces, some of them longer by one. In units or, if
+// ragged, in weights.
 struct Cut {
   int part, piece, spare;
 };

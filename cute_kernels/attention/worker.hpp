@@ -104,7 +104,7 @@ class Exchange {
     for (int k = 0; k < size<2>(tCrP); ++k) {
       CUTE_UNROLL
       for (int v = 0; v < 4; ++v) {
-        int token = order[16 * (first_block + k) + column + 8 * (v % 2) + v / 2];
+        int token = order[16 * (first_block + k) + column + format::position_of_column(v % 2 + 8 * (v / 2))];
         CUTE_UNROLL
         for (int n = 0; n < Traits::kRowBlocks; ++n) f(v, n, k, (8 * n + row) * kRowStride + token);
       }

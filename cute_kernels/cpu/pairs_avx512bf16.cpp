@@ -38,20 +38,14 @@ class MagnitudeCheck {
   Words most_ = _mm512_setzero_si512(), least_ = _mm512_set1_epi16(-1);
 };
 
-template <int kShift>
-Words exchange_bits(Words w, uint32_t mask) {
-  constexpr int kXorAnd = 0x28, kXor = 0x96;
-  Words t =
-      _mm512_ternarylogic_epi32(w, _mm512_srli_epi32(w, kShift), _mm512_set1_epi32(static_cast<int>(mask)), kXorAnd);
-  return _mm512_ternarylogic_epi32(w, t, _mm512_slli_epi32(t, kShift), kXor);
-}
-
-// shuffle_bits of 16 words.
-Words shuffle_bits16(Words w) {
-  w = exchange_bits<15>(w, 0x0000aaaau);
-  w = exchange_bits<4>(w, 0x00f000f0u);
-  w = exchange_bits<2>(w, 0x0c0c0c0cu);
-  return exchange_bits<1>(w, 0x22222222u);
+// Of 16 words.
+Words shuffle_bits16(Words words) {
+  return shuffle_bits(words, [](Words w, auto shift, uint32_t mask) {
+    constexpr int kShift = decltype(shift)::value, kXorAnd = 0x28, kXor = 0x96;
+    Words under = _mm512_set1_epi32(static_cast<int>(mask));
+    Words t = _mm512_ternarylogic_epi32(w, _mm512_srli_epi32(w, kShift), under, kXorAnd);
+    return _mm512_ternarylogic_epi32(w, t, _mm512_slli_epi32(t, kShift), kXor);
+  });
 }
 
 void unpack_masks(const uint32_t* block, int bitmap_rows, uint32_t* masks) {

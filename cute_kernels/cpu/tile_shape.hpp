@@ -15,15 +15,21 @@ constexpr int kTileBlocks = 4;    // of 16 tokens: of keys the rows of A, of val
 constexpr int kMaskEntries = 16;  // entries of a stream that one bitmap word covers
 constexpr int kMaxRows = 4;       // query rows in registers at a time
 
-// Bits of a bitmap word in stream order: entry k of stream s has bit 8 * (k % 4) + 2 * (k / 4) + s and gets bit 16 s +
-// k. Both numbers hold the same 5 bits in another order, and every step exchanges two of them.
-inline uint32_t shuffle_bits(uint32_t w) {
-  uint32_t t;
-  t = (w ^ (w >> 15)) & 0x0000aaaau, w ^= t ^ (t << 15);
-  t = (w ^ (w >> 4)) & 0x00f000f0u, w ^= t ^ (t << 4);
-  t = (w ^ (w >> 2)) & 0x0c0c0c0cu, w ^= t ^ (t << 2);
-  t = (w ^ (w >> 1)) & 0x22222222u, w ^= t ^ (t << 1);
-  return w;
+// Bits of a bitmap word, or of a vector of them, in stream order: entry k of stream s has bit 8 * (k % 4) + 2 * (k / 4)
+// + s and gets bit 16 s + k. Both numbers hold the same 5 bits in another order, and every step exchanges two of them.
+// exchange(word, shift, mask): the bits under the mask with those that lie `shift` above.
+template <class Word, class Exchange>
+inline Word shuffle_bits(Word w, Exchange&& exchange) {
+  w = exchange(w, std::integral_constant<int, 15>{}, 0x0000aaaau);
+  w = exchange(w, std::integral_constant<int, 4>{}, 0x00f000f0u);
+  w = exchange(w, std::integral_constant<int, 2>{}, 0x0c0c0c0cu);
+  return exchange(w, std::integral_constant<int, 1>{}, 0x22222222u);
+}
+inline uint32_t shuffle_bits(uint32_t word) {
+  return shuffle_bits(word, [](uint32_t w, auto shift, uint32_t mask) {
+    uint32_t t = (w ^ (w >> shift())) & mask;
+    return w ^ t ^ (t << shift());
+  });
 }
 
 // Blocks of up to Most rows; the rest in blocks of half the size, and so on.

@@ -40,6 +40,10 @@ CUTE_HOST_DEVICE constexpr int bitmap_bit(int element) {
   return 2 * atom + stream + 8 * entry;
 }
 
+// Element within an atom -> index in the atom's fragment, whose modes are column + 1, row + 8 and column + 8. The last
+// is the stream: consecutive elements are of either in turn, and those of a stream fill one register after the other.
+using ElementOrder = Layout<Shape<_2, _2, _2>, Stride<_4, _1, _2>>;
+
 // Column of A within a block of 16 -> position within 16. Columns that a lane holds in one register, 2t and 2t + 1,
 // have positions 2t and 2t + 8: the same mod 8, so that they are of one stream; those of its next register along K are
 // 1 more.
@@ -83,9 +87,7 @@ CUTE_HOST_DEVICE constexpr auto element_layout() {
   auto atom = get<1, 0>(thread_fragment);
   auto rest_m = get<1, 1, 0>(thread_fragment);
   auto rest_k = get<1, 1, 1>(thread_fragment);
-  static_assert(rank(atom) == 3);  // column + 1, row + 8, column + 8: the last is the stream, consecutive elements
-  auto elements = make_layout(get<2>(atom), get<0>(atom), get<1>(atom));
-  auto layout = make_layout(lanes, make_layout(elements, rest_k, rest_m));
+  auto layout = make_layout(lanes, make_layout(composition(atom, ElementOrder{}), rest_k, rest_m));
   CUTE_STATIC_ASSERT_V(size<0>(layout) == Int<kLanes>{});
   CUTE_STATIC_ASSERT_V(size<1>(layout) == Int<lane_elements(HeadDim)>{});
   return layout;

@@ -40,8 +40,8 @@ SPARED_REGISTERS = {1: 16, 2: 16, 3: 16, 4: 20}
 ACHIEVED = {8: 0.719, 12: 0.830, 16: 0.880}
 
 # p: how far memory and SM hide one another. sparse_qk on sm80, 8,32,8,1,T,128, 38 kept, takes 465 clocks an SM and tile
-# more between T 4096 and 16384 (17.3 and 39.2 us), memory alone 422 and the pipes alone 402: that is a p of 6. With 5, 473
-# clocks, the model chooses 16 warps wherever these were measured to be faster.
+# more between T 4096 and 16384 (17.3 and 39.2 us), memory alone 422 and the pipes alone 402: that is a p of 6. With 5,
+# 473 clocks, the model chooses what dispatch/heuristics.hpp does.
 OVERLAP_POWER = 5.0
 
 # Launch, first offsets and queries, instruction cache, last stores. sm80: what is left of that case's 39.2 us (and 7.0
