@@ -174,9 +174,8 @@ class Soak:
         change()
 
     def _make_room(self) -> None:
-        row = self.rng.choice(self.model.in_use)
-        self.cache.free(row)
-        self.model.rows[row] = None
+        if self.model.in_use:  # else the new sequences alone asked for more than there is
+            self._free()
 
     def _tokens(self, rows: int, tokens: int) -> tuple[Tensor, Tensor]:
         """New K and V, on the CPU; sometimes with what is hard: NaN, infinities, zeros, equal magnitudes."""
@@ -309,9 +308,14 @@ class Soak:
         if not self.model.in_use or len(self.model.in_use) == self.cache.max_batch:
             return
         row = self.rng.choice(self.model.in_use)
-        self.last = f"fork {row}"
-        got, want = self.cache.fork(row), self.model.fork(row)
-        self._require(got == want, f"row {got}, not {want}")
+        taken: list[int] = []
+
+        def change() -> None:
+            want = self.model.fork(row)
+            self._require(taken == [want], f"row {taken[0]}, not {want}")
+
+        # after a capture a page that is filled in part is copied at once, for which there may be none
+        self._change(f"fork {row}", lambda: taken.append(self.cache.fork(row)), change)
 
     def _add(self) -> None:
         if len(self.model.in_use) == self.cache.max_batch:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -330,3 +332,12 @@ def test_soak_as_after_a_capture(rng):
         soak.step()
         table = soak.cache._table
         assert all(table.is_private(row) for row in range(table.batch))
+
+
+def test_soak_with_hardly_a_page(rng):
+    """What needs more pages than there are is refused, be it the first sequence or a copy, and changes nothing."""
+    soak = Soak(replace(SHAPES[1], pool_tokens=2 * SHAPES[1].page_tokens), rng, "cpu")
+    soak.cache._captured = True
+    for _ in range(400):
+        soak.step()
+    assert soak.counts["refused"]
