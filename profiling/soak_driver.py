@@ -167,15 +167,12 @@ class Soak:
             self.counts["refused"] += 1
             after = (self.cache.statistics(), self.cache.lengths.tolist())
             self._require(after == before, f"a refused operation changed {before} to {after}")
-            self.check_content(self.rng.choice(self.model.in_use)) if self.model.in_use else None
+            if self.model.in_use:
+                self.check_content(self.rng.choice(self.model.in_use))
             if "out of pages" in str(error):
-                self._make_room()
+                self._free()
             return
         change()
-
-    def _make_room(self) -> None:
-        if self.model.in_use:  # else the new sequences alone asked for more than there is
-            self._free()
 
     def _tokens(self, rows: int, tokens: int) -> tuple[Tensor, Tensor]:
         """New K and V, on the CPU; sometimes with what is hard: NaN, infinities, zeros, equal magnitudes."""
