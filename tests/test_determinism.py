@@ -57,6 +57,23 @@ def test_compression_does_not_depend_on_threads(rng):
         assert all(torch.equal(states[0][name], state[name]) for name in state if name != "metadata")
 
 
+def test_beside_many_stores(backend, rng):
+    """Logits of rows that start anywhere are stored one by one, which holds loads from shared memory up: they must be
+    done before a stage is filled again."""
+    if not backend.name.startswith("sm"):
+        pytest.skip("kernels of a GPU")
+    x = torch.randint(-4, 5, (4, 8, 6007, 64), device=backend.device).half()
+    q = torch.randint(-4, 5, (4, 40, 16, 64), device=backend.device).half()
+    k = ck.compress(x, role="key", keep=20)
+    busy, elsewhere = torch.cuda.Stream(), torch.empty(2**27, device=backend.device)
+    first = ck.sparse_qk(q, k, out_dtype=torch.float32, backend=backend.name)
+    assert torch.equal(first, q.float() @ ck.decompress(k).float().repeat_interleave(5, dim=1).mT)  # integers: exact
+    for _ in range(300):
+        with torch.cuda.stream(busy):
+            elsewhere.fill_(1)
+        assert torch.equal(ck.sparse_qk(q, k, out_dtype=torch.float32, backend=backend.name), first)
+
+
 def test_concurrent_streams(backend, rng):
     """Calls on other streams change no bits: three streams that the device runs side by side, other inputs on each."""
     if backend.device.type != "cuda":

@@ -27,7 +27,7 @@ using ShareLayout = Layout<Shape<_32, Int<kAtoms<Traits>>>>;  // (lane, atom) ->
 template <class Traits>
 struct Share {
   float4 accumulators[size(ShareLayout<Traits>{})];
-  float reference[Traits::kN], sum[Traits::kN];  // of softmax, by row
+  float2 softmax[Traits::kN];  // of a row: the reference of its exponentials, and their sum
 };
 
 CUTE_HOST_DEVICE constexpr int64_t max_partials(int ctas, int64_t segments) { return ctas + 2 * segments; }
@@ -57,8 +57,7 @@ CUTE_DEVICE void leave_share(Fragment const& tCrO /* (MMA,own MMA_M,MMA_N) */, O
     if (lane >= 4 || part > 0) continue;
     CUTE_UNROLL
     for (int i = 0; i < 2; ++i) {
-      to->reference[8 * n + 2 * lane + i] = softmax.reference(2 * n + i);
-      to->sum[8 * n + 2 * lane + i] = softmax.sum(2 * n + i);
+      to->softmax[8 * n + 2 * lane + i] = make_float2(softmax.reference(2 * n + i), softmax.sum(2 * n + i));
     }
   }
 }
@@ -73,9 +72,8 @@ struct RunningSum {
 
   // item: of ShareLayout
   CUTE_DEVICE RunningSum(Share<Traits> const& share, int item) : accumulators(share.accumulators[item]) {
-    int row = first_row(item);
-    CUTE_UNROLL
-    for (int i = 0; i < 2; ++i) reference[i] = share.reference[row + i], sum[i] = share.sum[row + i];
+    auto rows = *reinterpret_cast<float4 const*>(share.softmax + first_row(item));
+    reference[0] = rows.x, sum[0] = rows.y, reference[1] = rows.z, sum[1] = rows.w;
   }
 
   CUTE_DEVICE void add(float const (&other_reference)[2], float const (&other_sum)[2], float4 other) {
@@ -131,11 +129,15 @@ class OutputPlace {
     Tensor tCcC =
         thr_mma.partition_C(make_identity_tensor(Shape<_16, _8>{}))(_, 0, 0);  // (MMA) -> (channel_position, row)
     auto [position, row_of_block] = tCcC(v);
-    int64_t head = int64_t{segment.sequence} * params.keys.kv_heads + segment.kv_head;
-    channel_ = __ldg(params.values.channel_order + head * Traits::kHeadDim + 16 * m + position);
+    channel_ = __ldg(channel_order(params, segment) + 16 * m + position);
     int row = 8 * n + row_of_block;
     exists_ = row < segment.rows;
     row_ = (int64_t{segment.row} * params.keys.kv_heads + segment.kv_head) * params.rows + segment.first_row + row;
+  }
+
+  CUTE_DEVICE static uint8_t const* channel_order(Params const& params, Segment const& segment) {
+    int64_t head = int64_t{segment.sequence} * params.keys.kv_heads + segment.kv_head;
+    return params.values.channel_order + head * Traits::kHeadDim;
   }
 
   // Null if there is no such row or channel, or no LSE is wanted.
@@ -150,6 +152,8 @@ class OutputPlace {
   int64_t row_;
   bool exists_;
 };
+
+inline constexpr int kSharesAtOnce = 4;  // loads of a thread on their way
 
 // All workers have left the shares of the segments that their pieces end in: puts together those of each run of workers
 // that ended in the same one. Called by all of the workers' threads.
@@ -168,42 +172,41 @@ CUTE_DEVICE void add_up_shares(Params const& params, WorkLine<Traits::kN> const&
       int row = RunningSum<Traits>::first_row(item);
       if (row >= rows) continue;
       RunningSum<Traits> sum;
-#pragma unroll 2
-      for (int worker = begin; worker < end; ++worker)
-        if (last_segment[worker] >= 0) sum.add(RunningSum<Traits>(shares[worker], item));
+      CUTE_NO_UNROLL
+      for (int first = begin; first < end; first += kSharesAtOnce) {
+        RunningSum<Traits> loaded[kSharesAtOnce];
+        CUTE_UNROLL
+        for (int i = 0; i < kSharesAtOnce; ++i)
+          if (first + i < end && last_segment[first + i] >= 0) loaded[i] = RunningSum<Traits>(shares[first + i], item);
+        CUTE_UNROLL
+        for (int i = 0; i < kSharesAtOnce; ++i) sum.add(loaded[i]);
+      }
       partial->accumulators[item] = sum.accumulators;
       if (item / 32 % kAtomsM<Traits> == 0 && item % 32 < 4) {
         CUTE_UNROLL
-        for (int i = 0; i < 2; ++i) partial->reference[row + i] = sum.reference[i], partial->sum[row + i] = sum.sum[i];
+        for (int i = 0; i < 2; ++i) partial->softmax[row + i] = make_float2(sum.reference[i], sum.sum[i]);
       }
     }
   }
 }
 
-// Writes an atom of O.
+inline constexpr int kMaxCombineWarps = 16;
+inline constexpr int kCombineCtas = 2;  // of so many warps, of an SM, by registers
+
 template <class Traits>
-CUTE_DEVICE void store_atom(Params const& params, Segment const& segment, int lane, int m, int n,
-                            RunningSum<Traits> const& sum) {
-  CUTE_NO_UNROLL
-  for (int v = 0; v < 4; ++v) {
-    OutputPlace<Traits> place(params, segment, lane, m, n, v);
-    if (auto* out = place.out(params)) *out = typename Traits::Element(sum.value(v));
-    if (v < 2 && m == 0 && lane < 4)
-      if (float* lse = place.lse(params)) *lse = sum.lse(v);
-  }
+constexpr int combine_shared_bytes(Params const& params, int warps) {
+  return params.line_bytes + warps * 32 * static_cast<int>(sizeof(RunningSum<Traits>));
 }
 
-inline constexpr int kCombineWarps = 2;
-inline constexpr int kCombineCtas = 16;  // of an SM, by registers: they are to fit in beside the attention kernel
-
-// Grid: (segments, atoms). Warp w takes every kCombineWarps-th partial; warp 0 puts the warps' sums together. A
-// programmatic dependent of the attention kernel: everything up to the wait runs while that one drains.
+// Grid: (segments, atoms). Warps take partials in turn, then the first of them put the sums of all together and take
+// the four values of every item in turn. A programmatic dependent of the attention kernel: everything up to the wait
+// runs while that one drains.
 template <class Traits>
-__global__ void __launch_bounds__(32 * kCombineWarps, kCombineCtas)
+__global__ void __launch_bounds__(32 * kMaxCombineWarps, kCombineCtas)
     combine_partials(CUTE_GRID_CONSTANT Params const params) {
-  extern __shared__ int unit_ends[];
-  __shared__ RunningSum<Traits> sums[kCombineWarps][32];
-  WorkLine<Traits::kN> line(params, unit_ends);
+  extern __shared__ __align__(16) uint8_t shared[];
+  WorkLine<Traits::kN> line(params, shared);
+  auto* sums = reinterpret_cast<RunningSum<Traits>*>(shared + params.line_bytes);  // (warps, 32)
   line.prepare();
   Segment segment = line.segment(blockIdx.x);
   int atom = blockIdx.y, m = atom % kAtomsM<Traits>, n = atom / kAtomsM<Traits>;
@@ -213,7 +216,9 @@ __global__ void __launch_bounds__(32 * kCombineWarps, kCombineCtas)
   bool crossing = line.goes_on(segment, last_piece);
   // CTAs have put together the shares of pieces that end in the segment: those that lie before the crossing one.
   int shares_end = crossing ? line.begin_within(segment, last_piece) : segment.units.end;
-  int warp = threadIdx.x / 32, lane = threadIdx.x % 32, item = ShareLayout<Traits>{}(lane, atom);
+  int warp = threadIdx.x / 32, warps = blockDim.x / 32, lane = threadIdx.x % 32;
+  int item = ShareLayout<Traits>{}(lane, atom);
+  ptx::prefetch(OutputPlace<Traits>::channel_order(params, segment));
   auto partial_of = [&](int cta) {  // the crossing one follows those of the CTAs; -1: none
     if (cta > last) return crossing && cta == last + 1 ? crossing_partial(blockIdx.x) : -1;
     int begin = line.begin_within(segment, cta * params.workers);
@@ -224,17 +229,27 @@ __global__ void __launch_bounds__(32 * kCombineWarps, kCombineCtas)
   ptx::wait_for_primary();
   if (has_rows(segment.rows, lane, n)) {
     CUTE_NO_UNROLL
-    for (int cta = first + warp; cta <= last + 1; cta += kCombineWarps) {
+    for (int cta = first + warp; cta <= last + 1; cta += warps) {
       int index = partial_of(cta);
       if (index >= 0) sum.add(RunningSum<Traits>(*partial_data<Traits>(params, index), item));
     }
   }
-  sums[warp][lane] = sum;
+  sums[warp * 32 + lane] = sum;
   __syncthreads();
-  if (warp > 0) return;
-  CUTE_UNROLL
-  for (int w = 1; w < kCombineWarps; ++w) sum.add(sums[w][lane]);
-  store_atom<Traits>(params, segment, lane, m, n, sum);
+  if (warp >= 4) return;
+  sum = sums[lane];
+  CUTE_NO_UNROLL
+  for (int w = 1; w < warps; ++w) sum.add(sums[w * 32 + lane]);
+  uint32_t index = blockIdx.x;
+  ptx::forget(index);  // the segment is looked up again rather than held on to
+  segment = line.segment(index);
+  CUTE_NO_UNROLL
+  for (int value = warp; value < 4; value += warps) {
+    OutputPlace<Traits> place(params, segment, lane, m, n, value);
+    if (auto* out = place.out(params)) *out = typename Traits::Element(sum.value(value));
+    if (value < 2 && m == 0 && lane < 4)
+      if (float* lse = place.lse(params)) *lse = sum.lse(value);
+  }
 }
 
 }  // namespace cute_kernels::attention

@@ -41,8 +41,10 @@ void launch_combine(Params const& params, Config const& config, cudaStream_t str
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t launch{};
   launch.gridDim = dim3(params.batch * params.row_segments.divisor, kAtoms<Traits>);
-  launch.blockDim = dim3(32 * kCombineWarps);
-  launch.dynamicSmemBytes = params.line_bytes;
+  int warps = 2, segments = static_cast<int>(launch.gridDim.x);
+  while (warps < kMaxCombineWarps && warps * segments < config.ctas + segments) warps *= 2;  // partials of a segment
+  launch.blockDim = dim3(32 * warps);
+  launch.dynamicSmemBytes = combine_shared_bytes<Traits>(params, warps);
   launch.stream = stream;
   launch.attrs = &attribute;
   launch.numAttrs = config.programmatic_launch ? 1 : 0;

@@ -108,7 +108,7 @@ CUTE_DEVICE int attend(Params const& params, WorkLine<Traits::kN> const& line, U
       }
       matmul::multiply_tile_part<typename Traits::Values, Traits::kWorkerWarps>(cast_smem_ptr_to_uint(values.block),
                                                                                 worker.part, tCrP, tCrO);
-      pipeline.release(erases);
+      pipeline.release();
     }
     softmax.finish();
     segment = line.segment_with(unit - 1);

@@ -86,7 +86,8 @@ class WorkLine {
 
   // Units of any piece at most.
   CUTE_DEVICE int longest() const {
-    int most = cut_of_line().piece + (cut_of_line().spare > 0);
+    Cut cut = cut_of_line();
+    int most = cut.piece + (cut.spare > 0);
     return params_.ragged ? (most + 1) / kUnitWeight : most;
   }
 
@@ -145,15 +146,16 @@ class WorkLine {
   int* piece_begins_;  // (workers + 1): of the CTA's
   int* unit_ends_;     // (batch + 1): units of one segment of every row before; then the cut
 
-  // In memory, not in registers, of which workers have none to spare.
-  CUTE_DEVICE Cut const& cut_of_line() const {
-    return params_.ragged ? *reinterpret_cast<Cut const*>(unit_ends_ + params_.batch + 1) : params_.cut;
+  CUTE_DEVICE Cut cut_of_line() const {
+    if (params_.ragged) return *ragged_cut();
+    return params_.cut;
   }
+  CUTE_DEVICE Cut* ragged_cut() const { return reinterpret_cast<Cut*>(unit_ends_ + params_.batch + 1); }
 
   // Where a piece begins, in units or, if ragged, in weights. Pieces differ by one at most, the longer ones spread
   // evenly.
   CUTE_DEVICE int place_of_piece(int piece) const {
-    Cut const& cut = cut_of_line();
+    Cut cut = cut_of_line();
     int part = 0, index = piece;
     if (params_.by_segments) params_.pieces(part, index, piece);
     return part * cut.part + index * cut.piece + params_.pieces.div(index * cut.spare);
@@ -196,7 +198,7 @@ class WorkLine {
       sum += __shfl_sync(~0u, units, 31);
     }
     if (lane > 0) return;
-    auto& cut = *reinterpret_cast<Cut*>(unit_ends_ + params_.batch + 1);
+    Cut& cut = *ragged_cut();
     cut.part = (kUnitWeight * sum + kSegmentWeight * params_.batch) * params_.row_segments.divisor;
     params_.pieces(cut.piece, cut.spare, cut.part);
   }

@@ -39,7 +39,7 @@ class WorkerPipeline {
   }
 
   // The stage has been read; the fetch after next fills it.
-  CUTE_DEVICE void release(bool = false) {}
+  CUTE_DEVICE void release() {}
 
   // Room for this worker's share of its last segment, when all workers have read all their tiles.
   CUTE_DEVICE Share<Traits>* finish() {

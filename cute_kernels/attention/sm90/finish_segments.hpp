@@ -2,10 +2,6 @@
 // memory of its CTAs, in a fixed order, and the results are written. No partials, no second kernel.
 #pragma once
 
-#include <cooperative_groups.h>
-
-#include <cute/arch/cluster_sm90.hpp>
-
 #include "cute_kernels/attention/combine.hpp"
 #include "cute_kernels/attention/sm90/params.hpp"
 
@@ -18,57 +14,51 @@ template <class Traits>
 class SegmentResults {
  public:
   CUTE_DEVICE SegmentResults(RingParams const& params, WorkLine<Traits::kN> const& line)
-      : params_(params),
-        line_(line),
-        pieces_(min(params.pieces.divisor, params.workers)),
-        segments_(params.workers / pieces_),
-        items_(kItems / params.cluster),
-        first_item_(params.cluster > 1 ? static_cast<int>(cute::block_rank_in_cluster()) * items_ : 0) {}
+      : params_(params), line_(line), items_log2_(params.cluster.items_log2(kAtomsLog2)) {}
 
   // With all workers' threads: each worker has left its share.
   template <class Sync>
   CUTE_DEVICE void write(Share<Traits>* shares, Sync&& sync_workers) const {
+    auto const& cluster = params_.cluster;
     int summand = threadIdx.x % kSummands, step = Traits::kWorkerThreads * params_.workers / kSummands;
+    if (cluster.ctas > 1) cute::cluster_arrive();
     bool waits = true;
-    for (int i = threadIdx.x / kSummands; i < segments_ * items_ || waits; i += step) {
-      Place place = place_of(i, summand);  // what takes long to look up, before the shares are there
+    // All lanes of a warp go on together.
+    for (int i = threadIdx.x / kSummands; i - i % kWarpItems < cluster.segments << items_log2_ || waits; i += step) {
+      Place place = place_of(i, summand);  // the first while others arrive
       if (waits) {
         waits = false;
-        if (params_.cluster > 1)
-          cute::cluster_sync();
+        if (cluster.ctas > 1)
+          cute::cluster_wait();
         else
           sync_workers();
       }
       RunningSum<Traits> sum;
       if (place.has_rows) {
-        for (int cta = 0; cta < params_.cluster; ++cta) {
-          Share<Traits> const* from =
-              params_.cluster > 1 ? cooperative_groups::cluster_group::map_shared_rank(shares, cta) : shares;
-#pragma unroll 2
-          for (int piece = summand; piece < pieces_; piece += kSummands)
-            sum.add(RunningSum<Traits>(from[i / items_ * pieces_ + piece], first_item_ + i % items_));
-        }
+        cluster.for_pieces(
+            summand, kSummands, shares + (i >> items_log2_) * cluster.pieces, 1,
+            [&](Share<Traits> const& share) { return RunningSum<Traits>(share, item_of(i)); },
+            [&](RunningSum<Traits> const& share) { sum.add(share); });
       }
       CUTE_UNROLL
       for (int mask = 1; mask < kSummands; mask *= 2) sum.add_from_lane(mask);
       if (place.out) *place.out = Element(sum.value(summand));
       if (place.lse) *place.lse = sum.lse(summand % 2);
     }
-    if (params_.cluster == 1) return;
+    if (cluster.ctas == 1) return;
     cute::cluster_arrive_relaxed();  // no CTA may end while others read its shares
     cute::cluster_wait();
   }
 
  private:
   using Element = typename Traits::Element;
-  static constexpr int kItems = size(ShareLayout<Traits>{});  // of a segment
+  static constexpr int kWarpItems = 32 / kSummands;
+  static constexpr int kAtomsLog2 = cute::log_2(static_cast<unsigned>(kAtoms<Traits>));
+  static_assert(1 << kAtomsLog2 == kAtoms<Traits>);
 
   RingParams const& params_;
   WorkLine<Traits::kN> const& line_;
-  int pieces_;    // of a segment, in this CTA
-  int segments_;  // that have pieces in this CTA
-  int items_;     // of a segment, that this CTA puts together
-  int first_item_;
+  int items_log2_;  // of a segment, that this CTA puts together
 
   // Where one of the four values of this CTA's i-th item goes, null: nowhere.
   struct Place {
@@ -77,11 +67,17 @@ class SegmentResults {
     bool has_rows = false;  // of the item
   };
 
+  // In its segment, this CTA's i-th.
+  CUTE_DEVICE int item_of(int i) const {
+    return params_.cluster.item((params_.cluster.rank() << items_log2_) + (i & ((1 << items_log2_) - 1)));
+  }
+
   CUTE_DEVICE Place place_of(int i, int index) const {
-    if (i >= segments_ * items_) return {};
-    int item = first_item_ + i % items_, lane = item % 32, atom = item / 32;
+    int segment_of_cta = i >> items_log2_;
+    if (segment_of_cta >= params_.cluster.segments) return {};
+    int item = item_of(i), lane = item % 32, atom = item / 32;
     int m = atom % kAtomsM<Traits>, n = atom / kAtomsM<Traits>;
-    Segment segment = line_.segment(blockIdx.x / params_.cluster * segments_ + i / items_);
+    Segment segment = line_.segment(params_.cluster.first_segment() + segment_of_cta);
     OutputPlace<Traits> place(params_, segment, lane, m, n, index);
     return {place.out(params_), index < 2 && m == 0 && lane < 4 ? place.lse(params_) : nullptr,
             has_rows(segment.rows, lane, n)};

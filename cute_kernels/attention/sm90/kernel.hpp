@@ -41,14 +41,14 @@ class WorkerPipeline {
 
   CUTE_DEVICE Stage next() { return {params_.stages, reader_.wait()}; }
 
-  // written: the worker wrote to the stage; the copy that fills it next must not overtake that.
-  CUTE_DEVICE void release(bool written = false) {
-    if (written) cutlass::arch::fence_view_async_shared();
+  CUTE_DEVICE void release() {
+    cutlass::arch::fence_view_async_shared();  // the copy that fills the stage next must overtake nothing
     reader_.release();
   }
 
   // Room for this worker's share of its last segment, when all workers have read all their tiles.
   CUTE_DEVICE Share<Traits>* finish() {
+    CUTE_NO_UNROLL
     for (int turn = 0; turn < empty_turns_; ++turn) next(), release();
     sync_workers();
     return reinterpret_cast<Share<Traits>*>(ring_.data) + worker_;

@@ -30,7 +30,9 @@ void launch(Params const& params, Config const& config, cudaStream_t stream) {
     RingParams ring_params{};
     static_cast<Params&>(ring_params) = params;
     ring_params.ring = matmul::sm90::ring_shape(params.stages, config);
-    ring_params.cluster = config.cluster;
+    if (!params.ragged && !params.keys.pages.table)
+      ring_params.first_tiles = matmul::sm90::first_tiles(params.keys, config);
+    ring_params.cluster = matmul::sm90::cluster_shape(config, params.rows);
     int warpgroups = (config.workers * T::kWorkerWarps + kWarpgroupWarps - 1) / kWarpgroupWarps;
     launch_attention(attention_kernel<T>, ring_params, config, (warpgroups + 1) * kWarpgroupThreads,
                      kFixedBytes<T> + params.stages.count * params.stages.stage_bytes, stream);

@@ -70,6 +70,7 @@ struct Slot {
 // `producer`: of kMaxProducers.
 template <int N>
 CUTE_DEVICE void load_tiles(RingParams const& params, WorkLine<N> const& line, StageRing const& ring, int producer) {
+  if (producer < 2) params.first_tiles.prefetch((producer == 0 ? params.keys : params.values).row_offsets);
   matmul::sm90::fill_ring<Slot<N>>(ring, producer, 2 * line.longest(), params, line);
 }
 

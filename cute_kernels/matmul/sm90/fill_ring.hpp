@@ -18,7 +18,7 @@ template <class Slot, class... Args>
 CUTE_DEVICE void fill_ring(StageRing const& ring, int producer, int turns, Args const&... args) {
   int lane = threadIdx.x % 32, producers = ring.shape.producers, end = turns * ring.shape.workers.divisor;
   if (producer >= producers) return ring.arrive();
-  int fresh = min(ring.shape.stages.divisor / producers, 31);  // copies after which the first have to be waited for
+  int fresh = min(ring.shape.producer_stages, 31);  // copies after which the first have to be waited for
   Slot mine, next;
   // From `fresh` of the 32 before the first, so that lookups are in one place: code is small, or late to arrive.
   for (int i = fresh, first = producer - 32 * producers; first < end; first += 32 * producers, i = 0) {

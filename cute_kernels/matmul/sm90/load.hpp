@@ -67,6 +67,7 @@ struct Slot {
 // `producer`: of kMaxProducers.
 template <bool kIsKey, int kN>
 CUTE_DEVICE void load_tiles(TmaParams const& params, StageRing const& ring, int producer) {
+  if (producer == 0) params.first_tiles.prefetch(params.sparse.row_offsets);
   int turns = params.work.tiles_per_piece + (params.work.spare_tiles > 0);
   fill_ring<Slot<kIsKey, kN>>(ring, producer, turns, params);
 }

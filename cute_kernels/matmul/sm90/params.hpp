@@ -4,13 +4,16 @@
 #include <cuda.h>
 
 #include "cute_kernels/matmul/params.hpp"
+#include "cute_kernels/matmul/sm90/cluster.hpp"
+#include "cute_kernels/matmul/sm90/first_tiles.hpp"
 #include "cute_kernels/matmul/sm90/ring.hpp"
 
 namespace cute_kernels::matmul::sm90 {
 
 struct TmaParams : Params {
   RingShape ring;
-  int cluster;  // CTAs that share a segment, if pieces do not reach across segments
+  FirstTiles first_tiles;
+  ClusterShape cluster;  // if work.by_segments
 
   // p as (tokens, rows of all KV heads, batch), a box being a tile's rows with the 16 bytes that follow each, which
   // bring rows to different banks. Only if `vectorized`; otherwise the consumers read p themselves.

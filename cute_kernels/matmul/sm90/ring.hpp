@@ -16,11 +16,13 @@ inline constexpr int kStartBarrier = 7;  // of NamedBarrier, 15 as the hardware 
 struct RingShape {
   cutlass::FastDivmod workers, stages;  // of a CTA
   int producers;                        // divide both
+  int producer_stages;                  // stages / producers
   int stage_bytes;
 };
 
 inline RingShape ring_shape(Stages const& stages, Config const& config) {
-  return {cutlass::FastDivmod(config.workers), cutlass::FastDivmod(stages.count), config.producers, stages.stage_bytes};
+  return {cutlass::FastDivmod(config.workers), cutlass::FastDivmod(stages.count), config.producers,
+          stages.count / config.producers, stages.stage_bytes};
 }
 
 // Workers take turns: worker w's tile of turn t is number n = t * workers + w, and lies in stage n % stages as the
@@ -88,7 +90,8 @@ class RingReader {
     return ring_[place_];
   }
 
-  // In every warp that reads the stage.
+  // In every warp that reads the stage, when its loads are done: the arrival does not wait for them, and those that
+  // wait behind stores to global memory have been overtaken by the copy that fills the stage next.
   CUTE_DEVICE void release() {
     __syncwarp();
     if (threadIdx.x % 32 == 0) ring_.empty(place_).arrive();

@@ -47,7 +47,8 @@ inline TmaParams with_tensor_map(Params const& from, Config const& config) {
   TmaParams params{};
   static_cast<Params&>(params) = from;
   params.ring = ring_shape(from.stages, config);
-  params.cluster = config.cluster;
+  params.first_tiles = first_tiles(from.sparse, config);
+  params.cluster = cluster_shape(config, from.work.rows);
   if (from.sparse.role == format::Role::kKey) return params;
   params.vectorized = fits_tensor_map(from);
   params.box_rows = from.work.rows < config.n ? from.work.rows : config.n;

@@ -45,8 +45,8 @@ class WarpPipeline {
   }
 
   CUTE_DEVICE void release() {
-    // Keys: the stage took this warp's logits; the copy that fills it next must not overtake them.
-    if constexpr (Traits::kIsKey) cutlass::arch::fence_view_async_shared();
+    // The copy that fills the stage next must overtake neither the loads nor, of keys, this warp's logits.
+    cutlass::arch::fence_view_async_shared();
     reader_.release();
   }
 
@@ -109,10 +109,10 @@ __global__ void __launch_bounds__(kMaxThreads<kMaxWarpgroups<Traits>>, 1)
   ptx::launch_dependents();
   run_warps<Traits>(params, shared,
                     [&](auto& pipeline, TileRange piece, int warp, WarpStorage& storage, StageRing const& ring) {
+                      SegmentSums<Traits> sums(params, threadIdx.x);
                       storage.last_segment[warp] = multiply_values<Traits, kConverts>(params, piece, pipeline);
                       if (params.work.by_segments)
-                        return SegmentSums<Traits>(params).write(reinterpret_cast<float4*>(ring.data), threadIdx.x,
-                                                                 [&] { pipeline.sync_workers(); });
+                        return sums.write(reinterpret_cast<float4*>(ring.data), [&] { pipeline.sync_workers(); });
                       pipeline.sync_workers();
                       add_up_shares<Traits>(params, ring.data, share_bytes<Traits>(), storage.last_segment,
                                             params.ring.workers.divisor, threadIdx.x);

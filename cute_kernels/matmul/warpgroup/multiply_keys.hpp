@@ -55,9 +55,9 @@ CUTE_DEVICE void multiply_keys(TmaParams const& params, KeyStorage<Traits>& stor
       CUTE_UNROLL
       for (int step = 0; step < Traits::kSteps; ++step) {
         Tensor tCrA = quarter.decompress(step);
-        if (step + 1 == Traits::kSteps) worker.reader.release();
         if (step == 0) worker.sync();  // q is there, and so are all logits of the tile before
         multiply_step<Traits>(step, tCrA, tCrB, tCrC);
+        if (step + 1 == Traits::kSteps) worker.reader.release();
         if (step + 1 == Traits::kSteps && !is_first) logits.store(turn ^ 1);
         warpgroup_wait<0>();
         warpgroup_fence_operand(tCrA);  // its registers have been read only now

@@ -33,8 +33,8 @@ CUTE_DEVICE void multiply_values(TmaParams const& params, ValueStorage<Traits>& 
           worker.sync();  // p is in order, and the buffer written next has been read by everyone
           probabilities.rescale(tile == first, turn, tCrC);
         }
-        if (step + 1 == Traits::kSteps) worker.reader.release();
         multiply_step<Traits>(step, tCrA, tCrB(_, _, _, buffer), tCrC);
+        if (step + 1 == Traits::kSteps) worker.reader.release();
         warpgroup_wait<0>();
       }
       warpgroup_fence_operand(tCrC);
