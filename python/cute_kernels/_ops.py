@@ -17,6 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _is_tracing, _len_torch_dispatch_stack
+from torch._C._functorch import peek_interpreter_stack
+from torch.autograd import profiler
+from torch.compiler import is_compiling
 
 from cute_kernels.sparse_kv import SparseKV
 
@@ -55,11 +59,11 @@ def eager(*tensors: Tensor | None) -> bool:
 def unobserved() -> bool:
     """`eager` without the tensors."""
     return (
-        not torch.compiler.is_compiling()
-        and not torch._C._len_torch_dispatch_stack()
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and not torch._C._is_tracing()
-        and not torch.autograd.profiler._is_profiler_enabled
+        not is_compiling()
+        and not _len_torch_dispatch_stack()
+        and peek_interpreter_stack() is None
+        and not _is_tracing()
+        and not profiler._is_profiler_enabled
     )
 
 

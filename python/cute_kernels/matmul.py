@@ -91,7 +91,7 @@ def _run_qk(
     backend = resolve(backend, q.device)
     batch, q_heads, q_tokens, _ = q.shape
     if out is None:
-        out = torch.empty((batch, q_heads, q_tokens, k.shape[2]), dtype=out_dtype, device=q.device)
+        out = q.new_empty(batch, q_heads, q_tokens, k.shape[2], dtype=out_dtype)
     else:
         _checks.apart(out, q=q, **_ops.named_storage(k))
     if out.numel() == 0:
@@ -114,7 +114,7 @@ def _run_av(p: Tensor, v: SparseKV, backend: str, out: Tensor | None = None) -> 
     backend = resolve(backend, p.device)
     batch, q_heads, q_tokens, tokens = p.shape
     if out is None:
-        out = torch.empty((batch, q_heads, q_tokens, v.shape[3]), dtype=v.dtype, device=p.device)
+        out = p.new_empty(batch, q_heads, q_tokens, v.shape[3], dtype=v.dtype)
     else:
         _checks.apart(out, p=p, **_ops.named_storage(v))
     if out.numel() == 0:
