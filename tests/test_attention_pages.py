@@ -8,7 +8,8 @@ import torch
 
 import cute_kernels as ck
 from cute_kernels._extension import _C, DTYPE_CODES, ROLE_CODES
-from cute_kernels.attention import _attend, _attend_reference, _window
+from cute_kernels._attention_call import kernel_window
+from cute_kernels.attention import _attend, _attend_reference
 
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
@@ -97,7 +98,7 @@ def test_pages(backend, queries, groups, tiles_per_page, dtype, rng):
     out, lse = _attend(
         *pool.views(device),
         q.to(device),
-        window=_window(*on_device),
+        window=kernel_window(*on_device),
         lengths=int32(lengths, device),
         sequences=int32(rows, device),
         scale=0.1,
@@ -134,7 +135,7 @@ def test_lengths_of_windows_and_sequences(backend, rng):
         out, lse = _attend_reference(*dense, q.to(device), **dense_window, **arguments)
     else:
         views = keys._kernel_view(), values._kernel_view()
-        window_view = _window(*on_device)
+        window_view = kernel_window(*on_device)
         out, lse = _attend(
             *views, q.to(device), window=window_view, **arguments, return_lse=True, backend=backend.name
         )
@@ -160,7 +161,7 @@ def test_lengths_out_of_range_are_clamped_by_kernels(backend, rng):
         return _attend(
             *views,
             q,
-            window=_window(*window, counts),
+            window=kernel_window(*window, counts),
             lengths=int32(lengths, backend.device),
             scale=0.1,
             backend=backend.name,

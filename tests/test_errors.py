@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import cute_kernels as ck
+from cute_kernels._extension import _C
 
 B, HQ, HKV, SQ, T, D = 2, 4, 2, 3, 70, 64
 
@@ -211,6 +212,7 @@ ATTENTION = [
     (ValueError, "role 'key'", {"k": V}),
     (ValueError, "role 'value'", {"v": K}),
     (TypeError, "v must have the dtype of k", {"v": BF16_V}),
+    (TypeError, "q must be a dense", {"q": Q.to_sparse()}),
     (ValueError, "v must have the shape of k", {"v": SHORT_V}),
     (TypeError, "q must be float16", {"q": Q.float()}),
     (ValueError, "q must have shape", {"q": Q[..., :56]}),
@@ -223,6 +225,7 @@ ATTENTION = [
     (ValueError, "window", {"window": (WINDOW,)}),
     (TypeError, "window[1]", {"window": (WINDOW, None)}),
     (TypeError, "window[0]", {"window": (WINDOW.float(), WINDOW)}),
+    (TypeError, "window[1]", {"window": (WINDOW, WINDOW.to_sparse())}),
     (ValueError, "window[0]", {"window": (WINDOW[:1], WINDOW)}),
     (ValueError, "window[1]", {"window": (WINDOW, WINDOW[..., :56])}),
     (ValueError, "window[1]", {"window": (WINDOW, WINDOW[:, :, :4])}),
@@ -230,6 +233,7 @@ ATTENTION = [
     (ValueError, "window[0]", {"window": (WINDOW.to(META), WINDOW)}),
     (TypeError, "seq_lens", {"seq_lens": [T, 3]}),
     (TypeError, "seq_lens", {"seq_lens": SEQ_LENS.long()}),
+    (TypeError, "seq_lens", {"seq_lens": SEQ_LENS.to_sparse()}),
     (ValueError, "seq_lens", {"seq_lens": SEQ_LENS[:1]}),
     (ValueError, "seq_lens", {"seq_lens": SEQ_LENS[:, None]}),
     (ValueError, "seq_lens", {"seq_lens": SEQ_LENS.to(META)}),
@@ -263,6 +267,19 @@ def test_sparse_av(error, mentions, changes):
 @pytest.mark.parametrize("error, mentions, changes", ATTENTION, ids=range(len(ATTENTION)))
 def test_sparse_attention(error, mentions, changes):
     refused(error, mentions, ck.sparse_attention, **{"q": Q, "k": K, "v": V, "backend": "reference", **changes})
+
+
+@pytest.mark.parametrize("error, mentions, changes", ATTENTION, ids=range(len(ATTENTION)))
+def test_sparse_attention_after_a_right_call(error, mentions, changes, monkeypatch):
+    """As without it, word by word."""
+    k, v = (ck.SparseKV.from_state_dict(kv.state_dict()) for kv in (K, V))
+    right = {"q": Q, "k": k, "v": v, "scale": 1.0, "window": (WINDOW, WINDOW), "seq_lens": SEQ_LENS, "num_splits": 2}
+    wrong = {**right, "backend": "cpu", **changes}
+    first = refused(error, mentions, ck.sparse_attention, **wrong)
+    for _ in range(2):
+        ck.sparse_attention(**right, backend="cpu")
+    monkeypatch.setattr(_C.cpu, "sparse_attention", lambda *_: pytest.fail("launched"))
+    assert refused(error, mentions, ck.sparse_attention, **wrong) == first
 
 
 def test_what_the_tables_start_from_is_right():

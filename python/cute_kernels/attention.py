@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_kernels import _checks, _ops, reference
+from cute_kernels import _attention_checks, _checks, _ops, reference
+from cute_kernels._attention_call import AttentionCall, kernel_window, workspace_elements
 from cute_kernels._backends import check_name, launch, resolve
 from cute_kernels._extension import _C
 from cute_kernels.sparse_kv import SparseKV
@@ -58,6 +59,10 @@ def sparse_attention(
     Raises TypeError for a wrong class or dtype, ValueError for a wrong shape, device, stride or range, RuntimeError if
     the backend cannot serve the call; all before anything is launched.
     """
+    options = scale, causal, return_lse, num_splits, backend
+    known = k._attention_call if _ops.unobserved() and isinstance(k, SparseKV) else None
+    if known is not None and known.fits(q, k, v, window, seq_lens, options, out):
+        return known.run(q, k, v, window, seq_lens, out)
     _checks.sparse(k, "k", "key")
     _checks.sparse(v, "v", "value")
     if v.dtype != k.dtype:
@@ -67,9 +72,9 @@ def sparse_attention(
     if v.device != k.device:
         raise ValueError(f"v must be on the device of k, {k.device}, got {v.device}")
     _checks.query_side(q, "q", k, "k", k.shape[3], "D", (k.dtype,), " like k")
-    scale = 1 / math.sqrt(k.shape[3]) if scale is None else _checks.scale(scale)
-    _check_window(window, k)
-    _check_seq_lens(seq_lens, k)
+    factor = 1 / math.sqrt(k.shape[3]) if scale is None else _checks.scale(scale)
+    _attention_checks.window(window, k)
+    _attention_checks.seq_lens(seq_lens, k)
     _checks.flag(causal, "causal")
     _checks.flag(return_lse, "return_lse")
     if num_splits is not None and _checks.integer(num_splits, "num_splits") < 1:
@@ -80,14 +85,17 @@ def sparse_attention(
     splits = min(num_splits or 0, _MOST_SPLITS)
     windows = (None, None) if window is None else window
     if backend != "reference" and _ops.eager(q, *windows, seq_lens, out, k._blocks, v._blocks):
-        result = _run(q, k, v, *windows, seq_lens, scale, causal, splits, backend, return_lse=return_lse, out=out)
+        result = _run(q, k, v, *windows, seq_lens, factor, causal, splits, backend, return_lse=return_lse, out=out)
+        if q.numel():
+            name = resolve(backend, q.device)
+            k._attention_call = AttentionCall(q, k, v, seq_lens, options, factor=factor, splits=splits, name=name)
         return result if return_lse else result[0]
     inputs = q, *_ops.storage(k), *_ops.storage(v), *windows, seq_lens
-    options = k.shape[2], scale, causal, splits, backend
+    numbers = k.shape[2], factor, causal, splits, backend
     if out is None:
-        return (_ATTENTION_LSE if return_lse else _ATTENTION)(*inputs, *options)
+        return (_ATTENTION_LSE if return_lse else _ATTENTION)(*inputs, *numbers)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32) if return_lse else None
-    _ATTENTION_OUT(*inputs, *options, out, lse)
+    _ATTENTION_OUT(*inputs, *numbers, out, lse)
     return out if lse is None else (out, lse)
 
 
@@ -111,8 +119,8 @@ def _attend(
 
     keys, values: contiguous or of pages of one table; caches of `S` sequences.
     q: (B, Hq, Sq, D). sequences: (B,) int32, the sequence that a row of q meets; None: row b meets sequence b.
-    window: what `_window` made. lengths: (S,) int32, how many tokens of the compressed cache count, from the first;
-        None: all. Both contiguous.
+    window: what `kernel_window` made. lengths: (S,) int32, how many tokens of the compressed cache count, from the
+        first; None: all. Both contiguous.
     num_splits: 0 lets the kernels choose. out, lse: where to put the results, contiguous; None: new tensors.
     """
     batch, q_heads, q_tokens, _ = q.shape
@@ -150,21 +158,8 @@ def _attend(
 
 
 def _attend_on_gpu(arguments: tuple[Any, ...], q: Tensor, backend: str, stream: int) -> None:
-    batch, q_heads, q_tokens, _ = q.shape
-    nbytes = _C.cuda.attention_workspace_bytes(arguments[0], batch, q_heads, q_tokens, backend)
-    workspace = q.new_empty(-(-nbytes // q.itemsize))  # of q's dtype: no call for memory is shorter
+    workspace = q.new_empty(workspace_elements(arguments[0], q, backend))
     _C.cuda.sparse_attention(*arguments, workspace.data_ptr(), backend, stream)
-
-
-def _window(keys: Tensor, values: Tensor, lengths: Tensor | None = None) -> _C.Window:
-    """Dense tokens as kernels take them; valid as long as the tensors live.
-
-    keys, values: (S, Hkv, W, D) without a pending negation. lengths: (S,) int32, contiguous: how many of them count,
-        from the first; None: all.
-    """
-    k_strides, v_strides = keys.stride()[:3], values.stride()[:3]
-    address = 0 if lengths is None else lengths.data_ptr()
-    return _C.Window(keys.data_ptr(), values.data_ptr(), k_strides, v_strides, keys.shape[2], address)
 
 
 @torch.no_grad()
@@ -194,48 +189,6 @@ def _attend_reference(
     result, lse = reference.attention(q, keys, values, visible, scale)
     out = result.to(q.dtype) if out is None else out.copy_(result)
     return out, lse
-
-
-def _check_window(window: Any, k: SparseKV) -> None:
-    if window is None:
-        return
-    if not isinstance(window, (tuple, list)):
-        raise TypeError(f"window must be a pair (k_win, v_win) of tensors, got {type(window).__name__}")
-    if len(window) != 2:
-        raise ValueError(f"window must be a pair (k_win, v_win) of tensors, got {len(window)} of them")
-    batch, kv_heads, _, head_dim = k.shape
-    dtypes, device = (k.dtype,), k.device
-    for name, dense in zip(("window[0]", "window[1]"), window):
-        _checks.tensor(dense, name)
-        _checks.dtype(dense, name, dtypes, " like k")
-        sizes = dense.shape
-        if len(sizes) != 4 or sizes[0] != batch or sizes[1] != kv_heads or sizes[3] != head_dim:
-            raise ValueError(
-                f"{name} must have shape (B, Hkv, W, D) with B, Hkv, D = {batch}, {kv_heads}, {head_dim} as in k, "
-                f"got {tuple(dense.shape)}"
-            )
-        _checks.device(dense, name, device, "k")
-        _checks.unit_stride(dense, name)
-    if window[0].shape != window[1].shape:
-        raise ValueError(
-            f"window[1] must have the shape of window[0], {tuple(window[0].shape)}, got {tuple(window[1].shape)}"
-        )
-
-
-def _check_seq_lens(seq_lens: Any, k: SparseKV) -> None:
-    if seq_lens is None:
-        return
-    _checks.tensor(seq_lens, "seq_lens")
-    _checks.dtype(seq_lens, "seq_lens", (torch.int32,))
-    if tuple(seq_lens.shape) != (k.shape[0],):
-        raise ValueError(f"seq_lens must have shape (B,) = ({k.shape[0]},), got {tuple(seq_lens.shape)}")
-    _checks.device(seq_lens, "seq_lens", k.device, "k")
-
-
-def _check_lengths(seq_lens: Tensor, tokens: int) -> None:
-    lengths = seq_lens.tolist()
-    if lengths and not 0 <= min(lengths) <= max(lengths) <= tokens:
-        raise ValueError(f"seq_lens must be from 0 to T = {tokens}, got from {min(lengths)} to {max(lengths)}")
 
 
 def _visible(queries: int, compressed: int, tokens: int, lengths: Tensor, window: Tensor, causal: bool) -> Tensor:
@@ -273,10 +226,10 @@ def _run(
 ) -> tuple[Tensor, Tensor | None]:
     """sparse_attention; arguments were checked, but for what only tensors with data show."""
     if out is not None:
-        _checks.apart(out, q=q, k=k._blocks, v=v._blocks, **{"window[0]": k_window, "window[1]": v_window})
+        _attention_checks.apart(out, q, k, v, k_window, v_window)
     backend = resolve(backend, q.device)
     if seq_lens is not None and backend in ("reference", "cpu"):
-        _check_lengths(seq_lens, k.shape[2])
+        _attention_checks.lengths(seq_lens, k.shape[2])
     window = None
     if k_window is not None and v_window is not None and k_window.shape[2]:
         window = _checks.plain(k_window), _checks.plain(v_window)
@@ -290,7 +243,7 @@ def _run(
         k._kernel_view(),
         v._kernel_view(),
         q,
-        window=window and _window(*window),
+        window=window and kernel_window(*window),
         return_lse=return_lse,
         num_splits=num_splits,
         lse=lse,

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from cute_kernels import _state, _tiles, _validation
 from cute_kernels._extension import _C, DTYPE_CODES, ROLE_CODES
+
+if TYPE_CHECKING:
+    from cute_kernels._attention_call import AttentionCall
 
 
 class SparseKV:
@@ -48,6 +51,7 @@ class SparseKV:
         "_totals",
         "_view",
         "_addresses",
+        "_attention_call",
         "__weakref__",
     )
 
@@ -64,6 +68,7 @@ class SparseKV:
     _totals: Tensor | None  # preallocated: _steps.TOTALS on the device; _blocks and _max_tile_rows are bounds then
     _view: _C.SparseView | None
     _addresses: tuple[int, ...]  # that _view was made of
+    _attention_call: AttentionCall | None  # the last one with these keys
 
     def __init__(self) -> None:
         raise TypeError("SparseKV has no public constructor: use compress, compress_kv or SparseKV.from_state_dict")
@@ -98,6 +103,7 @@ class SparseKV:
         self._keep = keep
         self._totals = totals
         self._view, self._addresses = None, ()
+        self._attention_call = None
         return self
 
     @classmethod
