@@ -11,9 +11,9 @@ import oracle
 import pytest
 import torch
 import torch._dynamo.testing
+from op_recorder import Recorder
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import cute_kernels as ck
 from cute_kernels import _ops
@@ -209,19 +209,6 @@ def test_calls_without_torch_library(function, device, rng):
     direct = results(function, x)
     for others in (dispatched, recorded):
         assert all(oracle.same_bits(a, b) for a, b in zip(direct, others, strict=True))
-
-
-class Recorder(TorchDispatchMode):
-    """The names of this package's operations that are called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "cute_kernels":
-            self.names.append(func._opname)
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning")
