@@ -203,7 +203,7 @@ bool measure(double density, int multiprocessors) {
   DeviceArray<float> sums(size_t(multiprocessors) * kWarps * kLanes);
   DeviceArray<long long> clocks(multiprocessors);
 
-  int shared_bytes = kWarps * rows * kRowBytes;
+  int shared_bytes = (kWarps * rows + format::kRowsBehind) * kRowBytes;
   auto launch = [&](auto* kernel, int iterations) {
     check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
                "shared memory of a block");

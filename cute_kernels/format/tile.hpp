@@ -28,6 +28,7 @@ inline constexpr int kTileTokens = 64;
 inline constexpr int kLanes = 32;
 inline constexpr int kWordElements = 32;           // elements of a lane that one bitmap word covers
 inline constexpr int kRowBytes = 4 * kLanes;       // one 32-bit word a lane; lane l stays in bank l
+inline constexpr int kRowsBehind = 2;              // of a block, that decoders may read, whatever is there
 inline constexpr int kClasses = 8;                 // channels and tokens mod 8 decide the stream (see `stream_of`)
 inline constexpr int kMinHeadDim = 64;             // tiles hold 64, 128 or 256 channels; any other multiple of 8 is
 inline constexpr int kMaxHeadDim = 256;            // padded with empty channels

@@ -2,12 +2,12 @@
 //
 // A lane's nonzeros lie in its own column of the block (bank = lane: no conflicts at any row), in two streams: the low
 // halves hold those of its registers of columns 2t and 2t + 1, the high halves those of columns 2t + 8 and 2t + 9. Four
-// consecutive elements of a stream are two registers and four bytes of `word & (0x01010101 << S)`, so one dp4a a
-// register adds the bytes that count, times the row size, to a running address. The last two values up to there are all
-// that the register can need; two 16-bit loads fetch them with zeros above, and one dp2a turns the two presence bits
-// into the selector of a prmt that takes the values' bytes or those zeros. 2.9 instructions an element whatever the
-// density, one of them a load. What a register does not need may be a value before it, or a row above the values, which
-// is a bitmap row: always inside the block.
+// consecutive elements of a stream are two registers and four bytes of `word & (0x01010101 << S)`, so one dp4a adds the
+// bytes, times the row size, to a running address. Where the address was, the next two values are all that the first
+// register can need; where it is now, the last two are all that the second can. 16-bit loads fetch them with zeros
+// above, and presence bits become selectors of prmt, which takes a value's bytes or those zeros. 2.6 instructions an
+// element whatever the density, one of them a load. What a register does not need may be any value, or a row of the
+// bitmap above the values, or one of `kRowsBehind` rows behind the block.
 #pragma once
 
 #include <cstdint>
@@ -35,20 +35,23 @@ template <int S>
 CUTE_DEVICE void decompress4(uint32_t word, uint32_t& at, uint32_t& r0, uint32_t& r1) {
   static_assert(format::Codec16::kStreams == 2 && format::kRowBytes == 128 && S <= 1);
   constexpr uint32_t kRow = format::kRowBytes >> S;  // a presence bit has the value 1 << S
-  // Selectors of prmt: bytes 0 and 1 are the last value but one, 4 and 5 the last, 2, 3, 6 and 7 zeros. The register's
-  // second element takes the last value or, absent, zeros. So does its first if the second is absent; else it takes the
-  // last value but one.
-  constexpr uint32_t kTakeZeros = 0x7676;
-  constexpr uint32_t kTake = static_cast<uint16_t>(-(0x0022 >> S)) | static_cast<uint32_t>(-(0x2244 >> S)) << 16;
-
   uint32_t present = word & (0x01010101u << S);
-  uint32_t middle = __dp4a(present, kRow * 0x00000101u, at);
+  uint32_t before = at;
   at = __dp4a(present, kRow * 0x01010101u, at);
-  auto take = [](uint32_t last, uint32_t selector) {
-    return ptx::permute_bytes(ptx::load_shared_u16(last - format::kRowBytes), ptx::load_shared_u16(last), selector);
-  };
-  r0 = take(middle, ptx::dot2_low(kTake, present, kTakeZeros));
-  r1 = take(at, ptx::dot2_high(kTake, present, kTakeZeros));
+
+  // Bytes 0 and 1 of prmt are the first of two values, 4 and 5 the second; 2, 3, 6 and 7 are zeros.
+  //
+  // First register: its first element takes the first value or zeros. So does its second, or the second value if the
+  // first is present. A product tells them from the low bytes alone, and an IMAD takes half the issue slots of an IDP.
+  constexpr uint32_t kZeros0 = 0x3232, kTake0 = 0x43de >> S;  // 0x4400 - 0x22
+  r0 = ptx::permute_bytes(ptx::load_shared_u16(before + format::kRowBytes),
+                          ptx::load_shared_u16(before + 2 * format::kRowBytes), present * kTake0 + kZeros0);
+  // Second register: its second element takes the last value or zeros. So does its first if the second is absent; else
+  // it takes the last value but one.
+  constexpr uint32_t kZeros1 = 0x7676;
+  constexpr uint32_t kTake1 = static_cast<uint16_t>(-(0x0022 >> S)) | static_cast<uint32_t>(-(0x2244 >> S)) << 16;
+  r1 = ptx::permute_bytes(ptx::load_shared_u16(at - format::kRowBytes), ptx::load_shared_u16(at),
+                          ptx::dot2_high(kTake1, present, kZeros1));
 }
 
 // Where the lane's values begin in one of kParts equal parts of the tile's elements: counts of the words before it.

@@ -34,7 +34,7 @@ struct Work {
 struct Stages {
   int count;        // of a worker, or of all where they share one ring
   int block_bytes;  // room for one tile's block
-  int stage_bytes;  // the block, the token order and, for values, the rows of p
+  int stage_bytes;  // the block and behind it, in format::kRowsBehind rows or more, token order and rows of p
 };
 
 struct Params {

@@ -4,7 +4,8 @@ A tile is 64 tokens of one KV head times the head's channels, 2 D elements a lan
 on CC 9.0 a warpgroup multiplies by more rows than a warp takes, a quarter of the tile in each of its warps.
 Instructions of the decoder are counted from decompress.hpp, those around it come from counters:
 
-    an element of a lane  1 LDS, 1 IDP (for two: an address by dp4a and a selector by dp2a), 0.5 PRMT, 0.25 LOP3
+    an element of a lane  1 LDS, 0.5 PRMT, 0.5 IDP (for four: an address by dp4a and a selector by dp2a), 0.25 IMAD
+                          (the other selector), 0.25 LOP3
     a bitmap word         1 LDS, 3 SHF, 1 POPC (both streams, every other word), 2 others
     an m16n8k16 atom      1 HMMA
     the rest, sparse_qk   1312 instructions a tile were counted at D 128, N 8, 4 rows (profiling/NOTES.md), 920 of them
@@ -29,6 +30,7 @@ from profiling.cases import Case
 
 TILE_TOKENS = 64
 ROW_BYTES = 128          # of a block: one word a lane
+ROWS_BEHIND = 2          # it, that the decoder may read
 ORDER_BYTES = TILE_TOKENS
 OFFSET_BYTES = 4
 HEAD_DIMS = (64, 128, 256)
@@ -138,7 +140,7 @@ class Tile:
             results //= 2  # a warp has two stages at least
         results = results if self.worker_warps == 1 else 0
         block = _aligned(max(self.longest_rows * ROW_BYTES, results))
-        return _aligned(block + ORDER_BYTES + self.rows * self.p_row_bytes)
+        return _aligned(block + max(ORDER_BYTES + self.rows * self.p_row_bytes, ROWS_BEHIND * ROW_BYTES))
 
     @property
     def copied_bytes(self) -> float:
@@ -162,7 +164,7 @@ class Tile:
         if self.worker_warps > 1:
             mma = {"HMMA": 0.0, "HGMMA": e / 8}
             rest = WARPGROUP_REST[self.role] + WARPGROUP_REST_A_ROW[self.role] * self.rows
-        return {"LDS": e + w + before, "IDP": 1.0 * e, "PRMT": 0.5 * e, "LOP3": 0.25 * e, "SHF": 3.0 * w,
+        return {"LDS": e + w + before, "IDP": 0.5 * e, "IMAD": 0.25 * e, "PRMT": 0.5 * e, "LOP3": 0.25 * e, "SHF": 3.0 * w,
                 "POPC": w + before, "other": 2.0 * w, **mma, "rest": rest}
 
     @property

@@ -76,7 +76,7 @@ def clocks_of(device: Device, tile: Tile, warps: int) -> dict[str, float]:
     pipes = {
         "issue": sum(n.values()) / device.issue,
         "shared": tile.wavefronts * 128 / device.shared_bytes_a_clock,
-        "FMA-heavy": n["IDP"] * 32 / device.fma_heavy_lanes,
+        "FMA-heavy": (n["IDP"] + n["IMAD"]) * 32 / device.fma_heavy_lanes,
         "ALU": (n["PRMT"] + n["LOP3"] + n["SHF"]) * 32 / device.alu_lanes,
         "POPC": n["POPC"] * 32 / device.popc_lanes,
         "tensor": n["HMMA"] * 16 * 8 * 16 / device.mma_sync_fma + n["HGMMA"] * 16 * tile.n * 16 / device.tensor_fma,
