@@ -44,7 +44,7 @@ def by_definition(rule: str, tile: torch.Tensor, kept: int) -> torch.Tensor:
     out = torch.zeros_like(tile)
     for token in range(TILE):
         out[:, token, token % 2 : 2 * kept : 2] = tile[:, token, token % 2 : 2 * kept : 2]
-    return out
+    return out + 0.0  # -0.0 is stored as zero
 
 
 RULES = {
