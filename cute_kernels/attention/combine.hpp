@@ -129,15 +129,10 @@ class OutputPlace {
     Tensor tCcC =
         thr_mma.partition_C(make_identity_tensor(Shape<_16, _8>{}))(_, 0, 0);  // (MMA) -> (channel_position, row)
     auto [position, row_of_block] = tCcC(v);
-    channel_ = __ldg(channel_order(params, segment) + 16 * m + position);
+    channel_ = __ldg(channel_order<Traits>(params.values, segment) + 16 * m + position);
     int row = 8 * n + row_of_block;
     exists_ = row < segment.rows;
     row_ = (int64_t{segment.row} * params.keys.kv_heads + segment.kv_head) * params.rows + segment.first_row + row;
-  }
-
-  CUTE_DEVICE static uint8_t const* channel_order(Params const& params, Segment const& segment) {
-    int64_t head = int64_t{segment.sequence} * params.keys.kv_heads + segment.kv_head;
-    return params.values.channel_order + head * Traits::kHeadDim;
   }
 
   // Null if there is no such row or channel, or no LSE is wanted.
@@ -158,7 +153,7 @@ inline constexpr int kSharesAtOnce = 4;  // loads of a thread on their way
 // All workers have left the shares of the segments that their pieces end in: puts together those of each run of workers
 // that ended in the same one. Called by all of the workers' threads.
 template <class Traits>
-CUTE_DEVICE void add_up_shares(Params const& params, WorkLine<Traits::kN> const& line, Share<Traits> const* shares,
+CUTE_DEVICE void add_up_shares(Params const& params, WorkLine<Traits> const& line, Share<Traits> const* shares,
                                int const* last_segment, int threads) {
   for (int begin = 0, end; begin < params.workers; begin = end) {
     int index = last_segment[begin];
@@ -205,7 +200,7 @@ template <class Traits>
 __global__ void __launch_bounds__(32 * kMaxCombineWarps, kCombineCtas)
     combine_partials(CUTE_GRID_CONSTANT Params const params) {
   extern __shared__ __align__(16) uint8_t shared[];
-  WorkLine<Traits::kN> line(params, shared);
+  WorkLine<Traits> line(params, shared);
   auto* sums = reinterpret_cast<RunningSum<Traits>*>(shared + params.line_bytes);  // (warps, 32)
   line.prepare();
   Segment segment = line.segment(blockIdx.x);
@@ -218,7 +213,7 @@ __global__ void __launch_bounds__(32 * kMaxCombineWarps, kCombineCtas)
   int shares_end = crossing ? line.begin_within(segment, last_piece) : segment.units.end;
   int warp = threadIdx.x / 32, warps = blockDim.x / 32, lane = threadIdx.x % 32;
   int item = ShareLayout<Traits>{}(lane, atom);
-  ptx::prefetch(OutputPlace<Traits>::channel_order(params, segment));
+  ptx::prefetch(channel_order<Traits>(params.values, segment));
   auto partial_of = [&](int cta) {  // the crossing one follows those of the CTAs; -1: none
     if (cta > last) return crossing && cta == last + 1 ? crossing_partial(blockIdx.x) : -1;
     int begin = line.begin_within(segment, cta * params.workers);

@@ -18,11 +18,6 @@ CUTE_DEVICE void scale_logits(Fragment& tCrS, float scale) {
 }
 
 template <class Traits>
-CUTE_DEVICE uint8_t const* channel_order(format::SparseView const& view, Segment const& segment) {
-  return view.channel_order + (int64_t{segment.sequence} * view.kv_heads + segment.kv_head) * Traits::kHeadDim;
-}
-
-template <class Traits>
 CUTE_DEVICE auto make_logits() {  // (MMA,own MMA_M,MMA_N)
   return partition_fragment_C(typename Traits::TiledMma{}, Shape<Int<16 * Traits::kOwnTokenBlocks>, Int<Traits::kN>>{});
 }
@@ -46,7 +41,7 @@ CUTE_DEVICE void attend_window(Params const& params, Segment const& segment, int
 // Leaves the share of the segment that the piece ends in where pipeline.finish() says, and returns that segment; -1 for
 // an empty piece.
 template <class Traits, class Pipeline>
-CUTE_DEVICE int attend(Params const& params, WorkLine<Traits::kN> const& line, UnitRange piece,
+CUTE_DEVICE int attend(Params const& params, WorkLine<Traits> const& line, UnitRange piece,
                        Worker<Traits> const& worker, Exchange<Traits>& exchange, Pipeline& pipeline) {
   using TiledMma = typename Traits::TiledMma;
   using Element = typename Traits::Element;
@@ -93,15 +88,17 @@ CUTE_DEVICE int attend(Params const& params, WorkLine<Traits::kN> const& line, U
       matmul::multiply_tile_part<typename Traits::Keys, Traits::kWorkerWarps>(cast_smem_ptr_to_uint(keys.block),
                                                                               worker.part, tCrQ, tCrS);
       scale_logits(tCrS, params.scale_log2);
-      if (first_token + kUnitTokens > seen_by_all)
+      if (first_token + kUnitTokens > seen_by_all) {
+        ptx::keep_branch();
         Visibility::mask<Traits>(tCrS, worker.part, limits,
                                  [&](int position) { return first_token + keys.token_order[position]; });
-      softmax.weigh(tCrS, params.own_orders ? TokenOrders{keys.token_order, keys.value_order} : TokenOrders{}, tCrP,
-                    tCrO);
+      }
+      bool own_orders = !Traits::kPlain && params.own_orders;
+      softmax.weigh(tCrS, own_orders ? TokenOrders{keys.token_order, keys.value_order} : TokenOrders{}, tCrP, tCrO);
       pipeline.release();
 
       Stage values = pipeline.next();
-      bool erases = params.erases && first_token + kUnitTokens > tokens;
+      bool erases = !Traits::kPlain && params.erases && first_token + kUnitTokens > tokens;
       if (erases) {
         if (worker.part == 0) erase_values<Traits>(values.block, values.token_order, tokens - first_token);
         worker.sync();

@@ -8,28 +8,30 @@
 
 namespace cute_kernels::attention {
 
-// How the line of work is cut, see work.hpp: in parts, those into pieces, some of them longer by one. In units or, if
-// ragged, in weights.
+// How the line of work is cut, see work.hpp: in parts, those into pieces, some of them longer by one. In units if
+// by_segments, else in places.
 struct Cut {
   int part, piece, spare;
 };
 
 struct Params : Problem {
-  float scale_log2;                       // the kernels' exponentials are powers of two
-  int rows;                               // query rows of a KV head: group size x query tokens
-  int group;                              // query heads of a KV head
-  int workers;                            // of a CTA
-  bool ragged;                            // units differ from sequence to sequence
-  bool by_segments;                       // see work.hpp; never if ragged
-  bool own_orders;                        // keys and values were not compressed together: each has its token order
-  bool erases;                            // sequences may end within a tile whose further tokens are stored
-  bool window_vectorized;                 // keys of the window and q may be read 16 bytes at a time
-  bool window_staged;                     // and producers bring its tokens as they lie; true without a window
-  int line_bytes;                         // of shared memory that the line takes
-  Cut cut;                                // unless ragged
-  cutlass::FastDivmod pieces;             // of the line, or of a segment if by_segments
-  cutlass::FastDivmod units_per_segment;  // unless ragged
-  cutlass::FastDivmod row_segments;       // of a row of q: KV heads x blocks of query rows
+  float scale_log2;                        // the kernels' exponentials are powers of two
+  int rows;                                // query rows of a KV head: group size x query tokens
+  int group;                               // query heads of a KV head
+  int workers;                             // of a CTA
+  bool plain;                              // contiguous caches with one token order, row i meets sequence i, not ragged
+  bool ragged;                             // units differ from sequence to sequence
+  bool by_segments;                        // see work.hpp; never if ragged
+  bool own_orders;                         // keys and values were not compressed together: each has its token order
+  bool erases;                             // sequences may end within a tile whose further tokens are stored
+  bool window_vectorized;                  // keys of the window and q may be read 16 bytes at a time
+  bool window_staged;                      // and producers bring its tokens as they lie; true without a window
+  int line_bytes;                          // of shared memory that the line takes
+  Cut cut;                                 // unless ragged
+  cutlass::FastDivmod pieces;              // of the line, or of a segment if by_segments
+  cutlass::FastDivmod units_per_segment;   // unless ragged
+  cutlass::FastDivmod places_per_segment;  // unless ragged
+  cutlass::FastDivmod row_segments;        // of a row of q: KV heads x blocks of query rows
   cutlass::FastDivmod row_blocks, query_tokens;  // as divisors
   matmul::Stages stages;
   void* partials;  // room for max_partials, see combine.hpp

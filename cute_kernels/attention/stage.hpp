@@ -26,6 +26,7 @@ CUTE_DEVICE int64_t window_offset(Segment const& segment, int64_t const (&stride
 
 // What fills a stage: a tile, tokens of the window if they are staged, or nothing. The two stages of a unit follow one
 // another, keys then values.
+template <class Traits>
 struct StageSource {
   bool is_value;
   int64_t tile = -1;      // in the storage, the same for keys and values; -1: none
@@ -37,6 +38,7 @@ struct StageSource {
       if (params.window_staged)
         window_tokens = min(kWindowUnitTokens, segment.window_tokens - window_unit * kWindowUnitTokens);
     } else if (index * kUnitTokens < segment.tokens) {
+      if constexpr (Traits::kPlain) __builtin_assume(!view(params).pages.table);
       tile = view(params).tile_index(segment.sequence, segment.kv_head, index);
     }
   }

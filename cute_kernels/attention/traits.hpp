@@ -12,11 +12,15 @@ namespace cute_kernels::attention {
 using namespace cute;
 using format::Role;
 
-template <class Element_, int kHeadDim_, int kN_>
+//
+// Plain calls are those of caches as compress_kv makes them, all of which counts (`Params::plain`). Kernels that know
+// it do without what pages, lengths and orders of their own need: a fifth of the code, and a microsecond of the start.
+template <class Element_, int kHeadDim_, int kN_, bool kPlain_ = false>
 struct Traits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kN = kN_;  // query rows
+  static constexpr bool kPlain = kPlain_;
   static constexpr int kRowBlocks = kN / 8;
   static constexpr int kTokens = format::kTileTokens;
   static constexpr int kWorkerWarps = 2;
@@ -34,5 +38,8 @@ struct Traits {
   static constexpr int kRegisters =
       (Values::kAccumulators + Keys::kAccumulators) / kWorkerWarps + Keys::kOperandB + Values::kOperandB + 56;
 };
+
+template <class T>
+using PlainTraits = Traits<typename T::Element, T::kHeadDim, T::kN, true>;
 
 }  // namespace cute_kernels::attention

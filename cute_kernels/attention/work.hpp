@@ -1,8 +1,9 @@
-// The line of work: units, segment after segment, cut into equal pieces of consecutive units, one a worker. Or, where
-// that is about as even, cut at the segments' ends too, so that a cluster has all pieces of its segments.
+// The line of work: units, segment after segment, cut into equal pieces, one a worker. A segment takes time of its own,
+// which counts as kSegmentPlaces units before its first: some workers would have many short ones, or two in place of
+// one. So a line has places, those of segments and those of units, of which a piece has consecutive ones.
 //
-// Where lengths differ, some workers have many short segments, each of which takes time of its own: there pieces have
-// equal weights, those of units and of segments, whose own come before those of their units.
+// Or, where that is about as even, the line is cut at the segments' ends too, so that a cluster has all pieces of its
+// segments. Then places are units.
 //
 // A segment is (row of q, KV head, block of N query rows). Its units are a few tokens of its window each, then the
 // tiles of its compressed tokens; one that has neither has one unit all the same, so that its result is written. Where
@@ -14,9 +15,9 @@
 namespace cute_kernels::attention {
 
 inline constexpr int kUnitTokens = format::kTileTokens;
-inline constexpr int kWindowUnitTokens = 32;               // dense ones
-inline constexpr int kUnitWeight = 2, kSegmentWeight = 1;  // where lengths differ
-inline constexpr int kMaxWorkers = 14;                     // by the barriers of a CTA: 0 and 15 are those of all
+inline constexpr int kWindowUnitTokens = 32;  // dense ones
+inline constexpr int kSegmentPlaces = 2;      // measured, see profiling/NOTES.md
+inline constexpr int kMaxWorkers = 14;        // by the barriers of a CTA: 0 and 15 are those of all
 
 // Of a segment.
 CUTE_HOST_DEVICE constexpr int64_t window_units_of(int64_t tokens) {
@@ -41,6 +42,11 @@ struct Segment {
   int tokens, window_tokens;
 };
 
+template <class Traits>
+CUTE_DEVICE uint8_t const* channel_order(format::SparseView const& view, Segment const& segment) {
+  return view.channel_order + (int64_t{segment.sequence} * view.kv_heads + segment.kv_head) * Traits::kHeadDim;
+}
+
 // Shared memory that a WorkLine takes; stages may follow.
 constexpr int line_bytes(bool ragged, int batch) {
   int row_bytes = ragged ? (batch + 1) * static_cast<int>(sizeof(int)) + static_cast<int>(sizeof(Cut)) : 0;
@@ -48,7 +54,7 @@ constexpr int line_bytes(bool ragged, int batch) {
 }
 
 // What a CTA knows of the line.
-template <int N>
+template <class Traits>
 class WorkLine {
  public:
   // shared: line_bytes of shared memory, at an address that takes no register: the work is looked up all over.
@@ -57,7 +63,7 @@ class WorkLine {
 
   // With all threads of the CTA: before anything else is asked for.
   CUTE_DEVICE void prepare() {
-    if (!params_.ragged) return;
+    if (!ragged()) return;
     CUTE_NO_UNROLL
     for (int row = threadIdx.x; row < params_.batch; row += blockDim.x) {
       int sequence = sequence_of(row);
@@ -70,6 +76,7 @@ class WorkLine {
 
   // With all threads of the CTA: before its workers' pieces are asked for.
   CUTE_DEVICE void deal_pieces() {
+    if constexpr (Traits::kPlain) return;  // soon worked out
     int worker = threadIdx.x;
     if (worker <= params_.workers) piece_begins_[worker] = piece_begin(blockIdx.x * params_.workers + worker);
     __syncthreads();
@@ -80,53 +87,54 @@ class WorkLine {
   // Of the whole line's pieces; some are empty if there are fewer units.
   CUTE_DEVICE int piece_begin(int piece) const {
     int place = place_of_piece(piece);
-    return params_.ragged ? unit_at(place) : place;
+    return params_.by_segments ? place : unit_at(place);
   }
-  CUTE_DEVICE UnitRange piece_of_worker(int worker) const { return {piece_begins_[worker], piece_begins_[worker + 1]}; }
+  CUTE_DEVICE UnitRange piece_of_worker(int worker) const {
+    if constexpr (!Traits::kPlain) return {piece_begins_[worker], piece_begins_[worker + 1]};
+    int piece = blockIdx.x * params_.workers + worker;
+    return {piece_begin(piece), piece_begin(piece + 1)};
+  }
 
   // Units of any piece at most.
   CUTE_DEVICE int longest() const {
     Cut cut = cut_of_line();
-    int most = cut.piece + (cut.spare > 0);
-    return params_.ragged ? (most + 1) / kUnitWeight : most;
+    return cut.piece + (cut.spare > 0);
   }
 
-  // Of the whole line's, the piece that has a unit of a segment.
+  // Unless by_segments: of the whole line's, the piece that has a unit of a segment.
   CUTE_DEVICE int piece_with(Segment const& segment, int unit) const {
-    int place = params_.ragged ? kUnitWeight * unit + kSegmentWeight * (segment.index + 1) : unit;
+    int place = first_place(segment) + kSegmentPlaces + unit - segment.units.begin;
     float share = static_cast<float>(place) / static_cast<float>(cut_of_line().part);
     int piece = max(0, static_cast<int>(share * params_.pieces.divisor) - 1);  // rounding moves it by less than one
     while (place_of_piece(piece + 1) <= place) ++piece;
     return piece;
   }
-  // Where a piece begins, brought to within a segment; no row is looked up.
+  // Likewise: where a piece begins, brought to within a segment; no row is looked up.
   CUTE_DEVICE int begin_within(Segment const& segment, int piece) const {
     UnitRange units = segment.units;
-    int place = place_of_piece(piece), unit = place;
-    if (params_.ragged) {
-      int in_segment = place - kUnitWeight * units.begin - kSegmentWeight * segment.index;
-      unit = units.begin + unit_in_segment(in_segment);
-    }
+    int unit = units.begin + unit_in_segment(place_of_piece(piece) - first_place(segment));
     return max(units.begin, min(unit, units.end));
   }
-  // Whether a piece that has the segment's last unit goes on with the next one's.
+  // Likewise: whether a piece that has the segment's last unit goes on with the next one's.
   CUTE_DEVICE bool goes_on(Segment const& segment, int piece) const {
-    int end = segment.units.end;
-    return place_of_piece(piece + 1) >
-           (params_.ragged ? kUnitWeight * end + kSegmentWeight * (segment.index + 2) : end);
+    int next = first_place(segment) + kSegmentPlaces + segment.units.end - segment.units.begin;
+    return place_of_piece(piece + 1) > next + kSegmentPlaces;
   }
 
   CUTE_DEVICE Segment segment(int index) const {
     int row, in_row;
     params_.row_segments(row, in_row, index);
-    int units = params_.ragged ? unit_ends_[row + 1] - unit_ends_[row] : params_.units_per_segment.divisor;
-    int before = params_.ragged ? unit_ends_[row] * params_.row_segments.divisor : (index - in_row) * units;
-    return make_segment(row, in_row, before + in_row * units, units);
+    if (!ragged()) {
+      int units = params_.units_per_segment.divisor;
+      return make_segment(row, in_row, index * units, units);
+    }
+    int units = unit_ends_[row + 1] - unit_ends_[row];
+    return make_segment(row, in_row, unit_ends_[row] * params_.row_segments.divisor + in_row * units, units);
   }
 
   CUTE_DEVICE Segment segment_with(int unit) const {
-    if (!params_.ragged) return segment(params_.units_per_segment.div(unit));
-    int row = row_at(params_.row_segments.div(unit), 1, 0);
+    if (!ragged()) return segment(params_.units_per_segment.div(unit));
+    int row = row_at(params_.row_segments.div(unit), 0);
     int units = unit_ends_[row + 1] - unit_ends_[row], before = unit_ends_[row] * params_.row_segments.divisor;
     int in_row = (unit - before) / units;
     return make_segment(row, in_row, before + in_row * units, units);
@@ -134,11 +142,13 @@ class WorkLine {
 
   CUTE_DEVICE int tokens_of(int sequence) const {
     int all = static_cast<int>(params_.keys.tokens);
-    return params_.lengths ? max(0, min(all, __ldg(params_.lengths + sequence))) : all;
+    return !Traits::kPlain && params_.lengths ? max(0, min(all, __ldg(params_.lengths + sequence))) : all;
   }
   CUTE_DEVICE int window_tokens_of(int sequence) const {
     int all = params_.window.tokens;
-    return all > 0 && params_.window.lengths ? max(0, min(all, __ldg(params_.window.lengths + sequence))) : all;
+    return !Traits::kPlain && all > 0 && params_.window.lengths
+               ? max(0, min(all, __ldg(params_.window.lengths + sequence)))
+               : all;
   }
 
  private:
@@ -146,14 +156,15 @@ class WorkLine {
   int* piece_begins_;  // (workers + 1): of the CTA's
   int* unit_ends_;     // (batch + 1): units of one segment of every row before; then the cut
 
+  CUTE_DEVICE bool ragged() const { return !Traits::kPlain && params_.ragged; }
+
   CUTE_DEVICE Cut cut_of_line() const {
-    if (params_.ragged) return *ragged_cut();
+    if (ragged()) return *ragged_cut();
     return params_.cut;
   }
   CUTE_DEVICE Cut* ragged_cut() const { return reinterpret_cast<Cut*>(unit_ends_ + params_.batch + 1); }
 
-  // Where a piece begins, in units or, if ragged, in weights. Pieces differ by one at most, the longer ones spread
-  // evenly.
+  // Where a piece begins. Pieces differ by one at most, the longer ones spread evenly.
   CUTE_DEVICE int place_of_piece(int piece) const {
     Cut cut = cut_of_line();
     int part = 0, index = piece;
@@ -161,25 +172,33 @@ class WorkLine {
     return part * cut.part + index * cut.piece + params_.pieces.div(index * cut.spare);
   }
 
-  // The row of a place in a line that has one segment of every row.
-  CUTE_DEVICE int row_at(int place, int unit_weight, int segment_weight) const {
+  // If ragged: the row at a place of a line that has one segment of every row, each with some places of its own.
+  CUTE_DEVICE int row_at(int place, int segment_places) const {
     int low = 0, high = params_.batch;
     CUTE_NO_UNROLL
     while (high - low > 1) {
       int middle = (low + high) / 2;
-      (unit_weight * unit_ends_[middle] + segment_weight * middle <= place ? low : high) = middle;
+      (unit_ends_[middle] + segment_places * middle <= place ? low : high) = middle;
     }
     return low;
   }
 
-  // The unit at, or the first one behind, a weight.
-  CUTE_DEVICE static int unit_in_segment(int weight) { return max(0, weight - kSegmentWeight + 1) / kUnitWeight; }
+  CUTE_DEVICE static int first_place(Segment const& segment) {
+    return segment.units.begin + kSegmentPlaces * segment.index;
+  }
+
+  // The unit at, or the first one behind, a place.
+  CUTE_DEVICE static int unit_in_segment(int place) { return max(0, place - kSegmentPlaces); }
   CUTE_DEVICE int unit_at(int place) const {
-    int row = row_at(params_.row_segments.div(place), kUnitWeight, kSegmentWeight), first = unit_ends_[row];
-    int units = unit_ends_[row + 1] - first, weight = kUnitWeight * units + kSegmentWeight;
-    int in_row = place - (kUnitWeight * first + kSegmentWeight * row) * params_.row_segments.divisor;
-    int segments = in_row / weight;
-    return first * params_.row_segments.divisor + segments * units + unit_in_segment(in_row - segments * weight);
+    if (!ragged()) {
+      int segment, in_segment;
+      params_.places_per_segment(segment, in_segment, place);
+      return segment * params_.units_per_segment.divisor + unit_in_segment(in_segment);
+    }
+    int row = row_at(params_.row_segments.div(place), kSegmentPlaces), first = unit_ends_[row];
+    int units = unit_ends_[row + 1] - first, places = units + kSegmentPlaces;
+    int in_row = place - (first + kSegmentPlaces * row) * params_.row_segments.divisor, segments = in_row / places;
+    return first * params_.row_segments.divisor + segments * units + unit_in_segment(in_row - segments * places);
   }
 
   // With one warp.
@@ -199,22 +218,24 @@ class WorkLine {
     }
     if (lane > 0) return;
     Cut& cut = *ragged_cut();
-    cut.part = (kUnitWeight * sum + kSegmentWeight * params_.batch) * params_.row_segments.divisor;
+    cut.part = (sum + kSegmentPlaces * params_.batch) * params_.row_segments.divisor;
     params_.pieces(cut.piece, cut.spare, cut.part);
   }
 
-  CUTE_DEVICE int sequence_of(int row) const { return params_.sequences ? __ldg(params_.sequences + row) : row; }
+  CUTE_DEVICE int sequence_of(int row) const {
+    return !Traits::kPlain && params_.sequences ? __ldg(params_.sequences + row) : row;
+  }
 
   CUTE_DEVICE Segment make_segment(int row, int in_row, int begin, int units) const {
     int kv_head, block;
     params_.row_blocks(kv_head, block, in_row);
-    int first_row = block * N, sequence = sequence_of(row), window_tokens = window_tokens_of(sequence);
+    int first_row = block * Traits::kN, sequence = sequence_of(row), window_tokens = window_tokens_of(sequence);
     return {row * params_.row_segments.divisor + in_row,
             row,
             sequence,
             kv_head,
             first_row,
-            min(N, params_.rows - first_row),
+            min(Traits::kN, params_.rows - first_row),
             {begin, begin + units},
             static_cast<int>(window_units_of(window_tokens)),
             tokens_of(sequence),

@@ -3,6 +3,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <functional>
 #include <optional>
 #include <string>
 
@@ -65,11 +66,12 @@ void cpu_sparse_attention(const SparseView& keys, const SparseView& values, cons
 void cuda_sparse_attention(const SparseView& keys, const SparseView& values, const std::optional<Window>& window,
                            uintptr_t q, const Strides& q_strides, int batch, int q_heads, int q_tokens,
                            uintptr_t sequences, uintptr_t lengths, float scale, bool causal, uintptr_t out,
-                           uintptr_t lse, int num_splits, uintptr_t workspace, const std::string& backend,
+                           uintptr_t lse, int num_splits, const py::object& new_empty, const std::string& backend,
                            uintptr_t stream) {
+  Scratch scratch(new_empty);
   dispatch::run(make_problem(keys, values, window, q, q_strides, batch, q_heads, q_tokens, sequences, lengths, scale,
                              causal, out, lse, num_splits),
-                to_pointer<void>(workspace), backend, to_pointer<CUstream_st>(stream));
+                std::ref(scratch), backend, to_pointer<CUstream_st>(stream));
 }
 #endif
 
@@ -87,11 +89,9 @@ void bind_attention(py::module_& m) {
 
 #if CUTE_KERNELS_CUDA
   auto cuda = m.attr("cuda").cast<py::module_>();
-  cuda.def("attention_workspace_bytes", &dispatch::attention_workspace_bytes, "keys"_a, "batch"_a, "q_heads"_a,
-           "q_tokens"_a, "backend"_a, "bytes of scratch memory that sparse_attention needs on the current device");
   cuda.def("sparse_attention", &cuda_sparse_attention, "keys"_a, "values"_a, "window"_a, "q"_a, "q_strides"_a,
            "batch"_a, "q_heads"_a, "q_tokens"_a, "sequences"_a, "lengths"_a, "scale"_a, "causal"_a, "out"_a, "lse"_a,
-           "num_splits"_a, "workspace"_a, "backend"_a, "stream"_a);
+           "num_splits"_a, "new_empty"_a, "backend"_a, "stream"_a);
 #endif
 }
 

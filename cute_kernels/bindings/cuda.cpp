@@ -1,6 +1,7 @@
 // _C.cuda: the GPU backends. Arguments were checked in Python; pointers are device pointers on the current device.
 #if CUTE_KERNELS_CUDA
 
+#include <functional>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -112,13 +113,12 @@ void sparse_qk(format::SparseView const& view, uintptr_t q, Strides const& q_str
                             q_tokens,
                             to_pointer<void>(out),
                             static_cast<format::DType>(out_dtype),
-                            scale,
-                            nullptr};
-  dispatch::run(product, backend, stream_of(stream));
+                            scale};
+  dispatch::run(product, {}, backend, stream_of(stream));
 }
 
 void sparse_av(format::SparseView const& view, uintptr_t p, Strides const& p_strides, int p_dtype, int q_heads,
-               int q_tokens, uintptr_t out, uintptr_t workspace, std::string const& backend, uintptr_t stream) {
+               int q_tokens, uintptr_t out, py::object const& new_empty, std::string const& backend, uintptr_t stream) {
   dispatch::Product product{
       view,
       {to_pointer<void>(p), p_strides[0], p_strides[1], p_strides[2], static_cast<format::DType>(p_dtype)},
@@ -126,9 +126,9 @@ void sparse_av(format::SparseView const& view, uintptr_t p, Strides const& p_str
       q_tokens,
       to_pointer<void>(out),
       view.dtype,
-      1.f,
-      to_pointer<void>(workspace)};
-  dispatch::run(product, backend, stream_of(stream));
+      1.f};
+  Scratch scratch(new_empty);
+  dispatch::run(product, std::ref(scratch), backend, stream_of(stream));
 }
 
 }  // namespace
@@ -157,12 +157,10 @@ void bind_cuda(py::module_& m) {
   cuda.def("append", &append, "pool"_a, "windows"_a, "lengths"_a, "k"_a, "k_strides"_a, "v"_a, "v_strides"_a, "batch"_a,
            "tokens"_a, "sequences"_a, "stream"_a);
   cuda.def("load", &load, "pool"_a, "sequence"_a, "first_tile"_a, "tiles"_a, "keys"_a, "values"_a, "stream"_a);
-  cuda.def("workspace_bytes", &dispatch::workspace_bytes, "view"_a, "q_heads"_a, "q_tokens"_a, "backend"_a,
-           "bytes of scratch memory that sparse_av needs on the current device");
   cuda.def("sparse_qk", &sparse_qk, "view"_a, "q"_a, "q_strides"_a, "q_heads"_a, "q_tokens"_a, "scale"_a, "out"_a,
            "out_dtype"_a, "backend"_a, "stream"_a);
   cuda.def("sparse_av", &sparse_av, "view"_a, "p"_a, "p_strides"_a, "p_dtype"_a, "q_heads"_a, "q_tokens"_a, "out"_a,
-           "workspace"_a, "backend"_a, "stream"_a);
+           "new_empty"_a, "backend"_a, "stream"_a);
 }
 
 }  // namespace cute_kernels::bindings

@@ -5,6 +5,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <functional>
 #include <string>
 #include <utility>
 
@@ -42,13 +43,8 @@ class Step {
     problem_.causal = true;
   }
 
-  // Of scratch memory that `run` needs on the current device.
-  int64_t workspace_bytes() const {
-    return dispatch::attention_workspace_bytes(problem_.keys, problem_.batch, problem_.q_heads, problem_.q_tokens,
-                                               backend_);
-  }
-
-  void run(uintptr_t k, uintptr_t v, uintptr_t q, uintptr_t out, uintptr_t workspace, uintptr_t stream) const {
+  void run(uintptr_t k, uintptr_t v, uintptr_t q, uintptr_t out, py::object const& new_empty,
+           uintptr_t stream) const {
     compress::DenseView keys = k_, values = v_;
     keys.data = to_pointer<void>(k);
     values.data = to_pointer<void>(v);
@@ -56,7 +52,8 @@ class Step {
     problem.q = to_pointer<void>(q);
     problem.out = to_pointer<void>(out);
     compress::append(pool_, windows_, lengths_, keys, values, nullptr, to_pointer<CUstream_st>(stream));
-    dispatch::run(problem, to_pointer<void>(workspace), backend_, to_pointer<CUstream_st>(stream));
+    Scratch scratch(new_empty);
+    dispatch::run(problem, std::ref(scratch), backend_, to_pointer<CUstream_st>(stream));
   }
 
  private:
@@ -78,8 +75,7 @@ void bind_step(py::module_& m) {
                     Strides const&, Strides const&, Strides const&, int, int, float, std::string>(),
            "pool"_a, "windows"_a, "window"_a, "lengths"_a, "batch"_a, "tokens"_a, "k_strides"_a, "v_strides"_a,
            "q_strides"_a, "q_heads"_a, "q_tokens"_a, "scale"_a, "backend"_a)
-      .def("workspace_bytes", &Step::workspace_bytes, "of scratch memory that run needs on the current device")
-      .def("run", &Step::run, "k"_a, "v"_a, "q"_a, "out"_a, "workspace"_a, "stream"_a);
+      .def("run", &Step::run, "k"_a, "v"_a, "q"_a, "out"_a, "new_empty"_a, "stream"_a);
 }
 
 }  // namespace cute_kernels::bindings

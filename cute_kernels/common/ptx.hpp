@@ -8,8 +8,8 @@
 namespace cute_kernels::ptx {
 
 // A 16-bit load zero-extends: the upper half of the result is the zeros that absent elements need.
-// No memory clobber, so that loads may be scheduled freely among themselves. It cannot rise above the barrier before:
-// its address depends on a bitmap word read by load_shared_u32; nor sink below the one after: both are volatile.
+// No memory clobber, so that other loads may be scheduled around it; volatile, as the barriers are that it has to stay
+// between.
 CUTE_DEVICE uint32_t load_shared_u16(uint32_t address) {
   uint16_t value;
   asm volatile("ld.shared.u16 %0, [%1];" : "=h"(value) : "r"(address));
@@ -60,6 +60,10 @@ CUTE_DEVICE int lane_index() {
   asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
   return lane;
 }
+
+// In a branch that a warp takes as a whole or not at all: has it jumped over rather than predicated. Loads from shared
+// memory take their turn there even if no lane makes them.
+CUTE_DEVICE void keep_branch() { __syncwarp(); }
 
 // Keeps the compiler from knowing how x came about, and so from holding on to parts of that.
 CUTE_DEVICE void forget(uint32_t& x) { asm("" : "+r"(x)); }

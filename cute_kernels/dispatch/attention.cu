@@ -69,8 +69,7 @@ WindowAccess window_access(attention::Problem const& problem) {
 }
 
 void check_sizes(attention::Problem const& problem, int64_t places) {
-  if (places > INT32_MAX / 2)
-    throw std::runtime_error("the call has more than 2^30 tiles of work, or 2^29 where lengths differ; split the batch");
+  if (places > INT32_MAX / 2) throw std::runtime_error("the call has more than 2^30 tiles of work; split the batch");
   auto reach = [&](int64_t const* strides) { return int64_t{problem.window.tokens} * strides[2]; };
   if (reach(problem.window.key_strides) > INT32_MAX || reach(problem.window.value_strides) > INT32_MAX)
     throw std::runtime_error("the tokens of a window lie 2^31 elements apart or more; pass a contiguous one");
@@ -78,17 +77,8 @@ void check_sizes(attention::Problem const& problem, int64_t places) {
 
 }  // namespace
 
-int64_t attention_workspace_bytes(format::SparseView const& keys, int batch, int q_heads, int q_tokens,
-                                  std::string const& backend) {
-  DeviceLimits device = current_device();
-  require_backend(backend, device);
-  Rows rows(keys, q_heads, q_tokens);
-  int64_t segments = int64_t{batch} * keys.kv_heads * rows.blocks;
-  return attention::max_partials(device.multiprocessors, segments) *
-         attention::partial_bytes(rows.n, keys.padded_head_dim);
-}
-
-void run(attention::Problem const& problem, void* workspace, std::string const& backend, cudaStream_t stream) {
+void run(attention::Problem const& problem, Workspace const& workspace, std::string const& backend,
+         cudaStream_t stream) {
   format::SparseView const &keys = problem.keys, &values = problem.values;
   DeviceLimits device = current_device();
   AttentionKernels kernels = find_kernels(backend, keys.padded_head_dim, device);
@@ -103,12 +93,14 @@ void run(attention::Problem const& problem, void* workspace, std::string const& 
   params.ragged = problem.lengths || (problem.window.tokens > 0 && problem.window.lengths);
   params.own_orders = keys.token_order != values.token_order;
   params.erases = problem.lengths && !keys.pages.table;  // sequences in pages end with a tile
-  params.partials = workspace;
+  params.plain = !params.ragged && !params.own_orders && !keys.pages.table && !problem.sequences;
 
   int64_t segments = int64_t{problem.batch} * keys.kv_heads * rows.blocks;
   int64_t units_each = attention::units_of(keys.tokens, problem.window.tokens), units = segments * units_each;
-  check_sizes(problem, params.ragged ? attention::kUnitWeight * units + attention::kSegmentWeight * segments : units);
+  int64_t places_each = units_each + attention::kSegmentPlaces, places = segments * places_each;
+  check_sizes(problem, places);
   params.units_per_segment = cutlass::FastDivmod(static_cast<int>(units_each));
+  params.places_per_segment = cutlass::FastDivmod(static_cast<int>(places_each));
   params.row_segments = cutlass::FastDivmod(keys.kv_heads * rows.blocks);
   params.row_blocks = cutlass::FastDivmod(rows.blocks);
   params.query_tokens = cutlass::FastDivmod(problem.q_tokens);
@@ -133,9 +125,12 @@ void run(attention::Problem const& problem, void* workspace, std::string const& 
   params.workers = plan.config.workers;
   params.pieces =
       cutlass::FastDivmod(params.by_segments ? plan.config.segment_pieces : plan.config.ctas * plan.config.workers);
-  params.cut.part = static_cast<int>(params.by_segments ? units_each : units);
+  params.cut.part = static_cast<int>(params.by_segments ? units_each : places);
   params.pieces(params.cut.piece, params.cut.spare, params.cut.part);
   params.stages = plan.stages;
+  if (!params.by_segments)
+    params.partials = workspace(attention::max_partials(plan.config.ctas, segments) *
+                                attention::partial_bytes(rows.n, keys.padded_head_dim));
   kernels.launch(params, plan.config, stream);
 }
 

@@ -6,14 +6,12 @@
 #include <string>
 
 #include "cute_kernels/attention/problem.hpp"
+#include "cute_kernels/dispatch/workspace.hpp"
 
 namespace cute_kernels::dispatch {
 
-// Scratch memory that run() needs on the current device.
-int64_t attention_workspace_bytes(format::SparseView const& keys, int batch, int q_heads, int q_tokens,
-                                  std::string const& backend);
-
-// On the current device. Nothing is synchronised or allocated. Throws std::runtime_error if the backend cannot serve.
-void run(attention::Problem const& problem, void* workspace, std::string const& backend, cudaStream_t stream);
+// On the current device. Nothing is synchronised. Throws std::runtime_error if the backend cannot serve.
+void run(attention::Problem const& problem, Workspace const& workspace, std::string const& backend,
+         cudaStream_t stream);
 
 }  // namespace cute_kernels::dispatch

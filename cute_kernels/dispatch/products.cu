@@ -79,17 +79,7 @@ bool vectorizes(Product const& p) {
 
 }  // namespace
 
-int64_t workspace_bytes(format::SparseView const& view, int query_heads, int query_tokens, std::string const& backend) {
-  if (view.role == Role::kKey) return 0;
-  DeviceLimits device = current_device();
-  Kernels kernels = find_kernels(backend, view, device);
-  int rows = query_heads / view.kv_heads * query_tokens, n = kernels.rows_a_pass(rows);
-  int64_t segments = view.heads() * ((rows + n - 1) / n);
-  return matmul::partial_bytes(matmul::max_partials(device.multiprocessors * kernels.max_shares, segments), n,
-                               view.padded_head_dim);
-}
-
-void run(Product const& product, std::string const& backend, cudaStream_t stream) {
+void run(Product const& product, Workspace const& workspace, std::string const& backend, cudaStream_t stream) {
   format::SparseView const& view = product.sparse;
   bool is_key = view.role == Role::kKey;
   DeviceLimits device = current_device();
@@ -102,7 +92,6 @@ void run(Product const& product, std::string const& backend, cudaStream_t stream
   params.out_dtype = is_key ? product.out_dtype : view.dtype;
   params.scale = product.scale;
   params.vectorized = vectorizes(product);
-  params.partials = product.workspace;
 
   int group = product.query_heads / view.kv_heads, rows = group * product.query_tokens, n = kernels.rows_a_pass(rows);
   int row_blocks = (rows + n - 1) / n;
@@ -130,6 +119,10 @@ void run(Product const& product, std::string const& backend, cudaStream_t stream
                  cutlass::FastDivmod(view.kv_heads),
                  by_segments};
   params.stages = plan.stages;
+  if (!is_key && !by_segments) {
+    int64_t partials = matmul::max_partials(plan.config.ctas * kernels.max_shares, view.heads() * row_blocks);
+    params.partials = workspace(matmul::partial_bytes(partials, n, view.padded_head_dim));
+  }
   kernels.launch(params, plan.config, stream);
 }
 

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "cute_kernels/dispatch/heuristics.hpp"
+#include "cute_kernels/dispatch/workspace.hpp"
 
 namespace cute_kernels::dispatch {
 
@@ -14,13 +15,10 @@ struct Product {
   void* out;
   format::DType out_dtype;  // sparse_qk
   float scale;              // sparse_qk
-  void* workspace;          // sparse_av: workspace_bytes() bytes
 };
 
-// Of sparse_av on the current device; sparse_qk needs none.
-int64_t workspace_bytes(format::SparseView const& view, int query_heads, int query_tokens, std::string const& backend);
-
-// On the current device. Nothing is synchronised or allocated. Throws std::runtime_error if the backend cannot serve.
-void run(Product const& product, std::string const& backend, cudaStream_t stream);
+// On the current device. Nothing is synchronised. Throws std::runtime_error if the backend cannot serve. workspace:
+// only sparse_av asks for it.
+void run(Product const& product, Workspace const& workspace, std::string const& backend, cudaStream_t stream);
 
 }  // namespace cute_kernels::dispatch

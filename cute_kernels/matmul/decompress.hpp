@@ -61,13 +61,16 @@ CUTE_DEVICE StreamCursor first_values_of_part(uint32_t lane_column, int part) {
   StreamCursor at = first_values<HeadDim>(lane_column);
   if constexpr (kParts == 1) return at;
   int low = 0, high = 0;
-  CUTE_UNROLL
-  for (int word = 0; word < (kParts - 1) * kWords; word += kWords < 2 ? 1 : 2) {
-    if (word >= part * kWords) break;
-    uint32_t word0 = ptx::load_shared_u32(lane_column + word * format::kRowBytes);
-    uint32_t word1 = kWords < 2 ? 0 : ptx::load_shared_u32(lane_column + (word + 1) * format::kRowBytes);
-    low += __popc(ptx::blend(word0, word1 << 1, format::stream_bits(0)));
-    high += __popc(ptx::blend(word0, word1 >> 1, format::stream_bits(1)));
+  CUTE_NO_UNROLL  // and so not predicated either: loads that no lane makes take their turn at shared memory all the
+                  // same
+      for (int before = 0; before < part; ++before, lane_column += kWords * format::kRowBytes) {
+    CUTE_UNROLL
+    for (int word = 0; word < kWords; word += 2) {
+      uint32_t word0 = ptx::load_shared_u32(lane_column + word * format::kRowBytes);
+      uint32_t word1 = kWords < 2 ? 0 : ptx::load_shared_u32(lane_column + (word + 1) * format::kRowBytes);
+      low += __popc(ptx::blend(word0, word1 << 1, format::stream_bits(0)));
+      high += __popc(ptx::blend(word0, word1 >> 1, format::stream_bits(1)));
+    }
   }
   return {at.low + low * format::kRowBytes, at.high + high * format::kRowBytes};
 }

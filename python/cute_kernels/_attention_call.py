@@ -45,7 +45,6 @@ class AttentionCall:
         _, self._causal, self._return_lse, _, _ = options
         self._factor, self._splits, self._name = factor, splits, name
         self._window: tuple[Any, _C.Window | None] = None, None  # what the last one was like, and for kernels
-        self._workspace_elements: int | None = None  # not known yet
 
     def fits(self, q: Any, k: SparseKV, v: Any, window: Any, seq_lens: Any, options: tuple[Any, ...], out: Any) -> bool:
         """Whether q, k, v, seq_lens and options would pass the same checks, and mean the same, and all tensors are
@@ -54,10 +53,10 @@ class AttentionCall:
             isinstance(v, SparseKV)
             and v._view is self._values
             and _alike(q, self._q)
-            and tuple(map(type, options)) == self._classes
             and options == self._options
-            and _plain_window(window)
-            and _alike(seq_lens, self._seq_lens)
+            and tuple(map(type, options)) == self._classes
+            and (window is None or _plain_window(window))
+            and (seq_lens is self._seq_lens is None or _alike(seq_lens, self._seq_lens))
             and (out is None or type(out) is Tensor)
             and k._kernel_view() is self._keys  # which is another one where storage has moved
             and v._kernel_view() is self._values
@@ -105,14 +104,8 @@ class AttentionCall:
         if self._name == "cpu":
             _C.cpu.sparse_attention(*arguments, torch.get_num_threads())
         else:
-            launch(self._run_on_gpu, q.device, arguments, q)
+            launch(_C.cuda.sparse_attention, q.device, *arguments, q.new_empty, self._name)
         return out if lse is None else (out, lse)
-
-    def _run_on_gpu(self, arguments: tuple[Any, ...], q: Tensor, stream: int) -> None:
-        if self._workspace_elements is None:
-            self._workspace_elements = workspace_elements(self._keys, q, self._name)
-        workspace = q.new_empty(self._workspace_elements)
-        _C.cuda.sparse_attention(*arguments, workspace.data_ptr(), self._name, stream)
 
     def _checked_window(self, window: tuple[Tensor, Tensor], k: SparseKV) -> _C.Window | None:
         keys, values = window
@@ -136,13 +129,6 @@ def kernel_window(keys: Tensor, values: Tensor, lengths: Tensor | None = None) -
     return _C.Window(keys.data_ptr(), values.data_ptr(), k_strides, v_strides, keys.shape[2], address)
 
 
-def workspace_elements(keys: _C.SparseView, q: Tensor, backend: str) -> int:
-    """Scratch memory that a call needs on the current device, in elements of q: no call for memory is shorter."""
-    batch, q_heads, q_tokens, _ = q.shape
-    nbytes: int = _C.cuda.attention_workspace_bytes(keys, batch, q_heads, q_tokens, backend)
-    return -(-nbytes // q.itemsize)
-
-
 def _likeness(x: Tensor) -> _Likeness:
     """All that checks look at in a plain tensor."""
     return x.shape, x.stride(), x.dtype, x.device
@@ -161,6 +147,4 @@ def _alike(x: Any, likeness: _Likeness | None) -> bool:
 
 
 def _plain_window(window: Any) -> bool:
-    if window is None:
-        return True
     return isinstance(window, (tuple, list)) and len(window) == 2 and _plain(window[0]) and _plain(window[1])

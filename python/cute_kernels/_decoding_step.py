@@ -57,8 +57,6 @@ class DecodingStep:
             factor,
             name,
         )
-        with torch.cuda.device(self._device):
-            self._workspace_elements = -(-self._kernels.workspace_bytes() // q.itemsize)
 
     def fits(self, k: Tensor, v: Tensor, q: Tensor, scale: float | None, backend: str) -> bool:
         """Whether these are plain tensors that would pass the same checks, and mean the same."""
@@ -88,9 +86,8 @@ class DecodingStep:
             storage.append(k, v, None)
             self._attend_on_cpu(storage, q, out.view(self._q_shape))
         else:
-            workspace = q.new_empty(self._workspace_elements)  # of q's dtype: no call for memory is shorter
-            addresses = k.data_ptr(), v.data_ptr(), q.data_ptr(), out.data_ptr(), workspace.data_ptr()
-            launch(self._kernels.run, self._device, *addresses)
+            addresses = k.data_ptr(), v.data_ptr(), q.data_ptr(), out.data_ptr()
+            launch(self._kernels.run, self._device, *addresses, q.new_empty)
         return out if one else out.transpose(1, 2)
 
     def _attend_on_cpu(self, storage: CacheStorage, q: Tensor, out: Tensor) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels import _attention_checks, _checks, _ops, reference
-from cute_kernels._attention_call import AttentionCall, kernel_window, workspace_elements
+from cute_kernels._attention_call import AttentionCall, kernel_window
 from cute_kernels._backends import check_name, launch, resolve
 from cute_kernels._extension import _C
 from cute_kernels.sparse_kv import SparseKV
@@ -153,13 +153,8 @@ def _attend(
         return out, lse
     if not hasattr(_C.cuda, "sparse_attention"):
         raise RuntimeError(f"backend '{backend}' cannot serve this call: extension built without sparse_attention")
-    launch(_attend_on_gpu, q.device, arguments, q, backend)
+    launch(_C.cuda.sparse_attention, q.device, *arguments, q.new_empty, backend)
     return out, lse
-
-
-def _attend_on_gpu(arguments: tuple[Any, ...], q: Tensor, backend: str, stream: int) -> None:
-    workspace = q.new_empty(workspace_elements(arguments[0], q, backend))
-    _C.cuda.sparse_attention(*arguments, workspace.data_ptr(), backend, stream)
 
 
 @torch.no_grad()

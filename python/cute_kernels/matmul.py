@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -131,15 +130,8 @@ def _run_av(p: Tensor, v: SparseKV, backend: str, out: Tensor | None = None) -> 
     if backend == "cpu":
         _C.cpu.sparse_av(*arguments, torch.get_num_threads())
     else:
-        launch(_av_on_gpu, p.device, arguments, p.device, backend)
+        launch(_C.cuda.sparse_av, p.device, *arguments, out.new_empty, backend)
     return out
-
-
-def _av_on_gpu(arguments: tuple[Any, ...], device: torch.device, backend: str, stream: int) -> None:
-    view, *_, q_heads, q_tokens, _ = arguments
-    nbytes = _C.cuda.workspace_bytes(view, q_heads, q_tokens, backend)
-    workspace = torch.empty(nbytes, dtype=torch.uint8, device=device)
-    _C.cuda.sparse_av(*arguments, workspace.data_ptr(), backend, stream)
 
 
 # ---- torch.ops.cute_kernels ------------------------------------------------------------------------------------------

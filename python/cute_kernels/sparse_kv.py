@@ -51,6 +51,7 @@ class SparseKV:
         "_totals",
         "_view",
         "_addresses",
+        "_stays",
         "_attention_call",
         "__weakref__",
     )
@@ -68,6 +69,7 @@ class SparseKV:
     _totals: Tensor | None  # preallocated: _steps.TOTALS on the device; _blocks and _max_tile_rows are bounds then
     _view: _C.SparseView | None
     _addresses: tuple[int, ...]  # that _view was made of
+    _stays: bool  # the storage where it is: torch moves none but a CPU's, to memory that processes share
     _attention_call: AttentionCall | None  # the last one with these keys
 
     def __init__(self) -> None:
@@ -103,6 +105,7 @@ class SparseKV:
         self._keep = keep
         self._totals = totals
         self._view, self._addresses = None, ()
+        self._stays = blocks.device.type != "cpu"
         self._attention_call = None
         return self
 
@@ -285,7 +288,9 @@ class SparseKV:
 
     def _kernel_view(self) -> _C.SparseView:
         """The storage as kernels take it: pointers and sizes. Valid as long as this object lives and its tensors stay
-        where they are, which they do not when they are moved to memory that processes share."""
+        where they are."""
+        if self._stays and self._view is not None:
+            return self._view
         addresses = (
             self._blocks.data_ptr(),
             self._row_offsets.data_ptr(),

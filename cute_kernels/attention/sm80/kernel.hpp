@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(32 * kMaxWarps<Traits>, 1) attention_kernel(CU
   extern __shared__ __align__(128) uint8_t shared[];
   ptx::launch_dependents();
   auto& storage = *reinterpret_cast<Storage<Traits>*>(shared);
-  WorkLine<Traits::kN> line(params, shared + kFixedBytes<Traits>);
+  WorkLine<Traits> line(params, shared + kFixedBytes<Traits>);
   uint8_t* stages = shared + kFixedBytes<Traits> + params.line_bytes;
   line.prepare();
   line.deal_pieces();

@@ -16,7 +16,7 @@ template <class Traits>
 class WorkerPipeline {
  public:
   // Starts the fetch of the first stages.
-  CUTE_DEVICE WorkerPipeline(Params const& params, WorkLine<Traits::kN> const& line, uint8_t* shared,
+  CUTE_DEVICE WorkerPipeline(Params const& params, WorkLine<Traits> const& line, uint8_t* shared,
                              Worker<Traits> const& worker, UnitRange piece)
       : params_(params), line_(line), shared_(shared), worker_(worker), piece_(piece) {
     look_up();
@@ -52,7 +52,7 @@ class WorkerPipeline {
   static constexpr int kCopyBytes = 16;
 
   Params const& params_;
-  WorkLine<Traits::kN> const& line_;
+  WorkLine<Traits> const& line_;
   uint8_t* shared_;
   Worker<Traits> const& worker_;
   UnitRange piece_;
@@ -69,7 +69,7 @@ class WorkerPipeline {
     int turn = turn_ + threadIdx.x % 32, unit = piece_.begin + turn / 2;
     tile_ = -1;
     if (unit >= piece_.end) return;
-    StageSource source(params_, line_.segment_with(unit), unit, turn % 2);
+    StageSource<Traits> source(params_, line_.segment_with(unit), unit, turn % 2);
     if (source.tile < 0) return;
     format::SparseView const& view = source.view(params_);
     tile_ = static_cast<int>(source.tile);

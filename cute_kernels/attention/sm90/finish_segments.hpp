@@ -13,7 +13,7 @@ inline constexpr int kSummands = 4;  // lanes that put together a quarter of the
 template <class Traits>
 class SegmentResults {
  public:
-  CUTE_DEVICE SegmentResults(RingParams const& params, WorkLine<Traits::kN> const& line)
+  CUTE_DEVICE SegmentResults(RingParams const& params, WorkLine<Traits> const& line)
       : params_(params), line_(line), items_log2_(params.cluster.items_log2(kAtomsLog2)) {}
 
   // With all workers' threads: each worker has left its share.
@@ -57,7 +57,7 @@ class SegmentResults {
   static_assert(1 << kAtomsLog2 == kAtoms<Traits>);
 
   RingParams const& params_;
-  WorkLine<Traits::kN> const& line_;
+  WorkLine<Traits> const& line_;
   int items_log2_;  // of a segment, that this CTA puts together
 
   // Where one of the four values of this CTA's i-th item goes, null: nowhere.

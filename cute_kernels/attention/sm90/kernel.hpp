@@ -69,13 +69,13 @@ __global__ void __launch_bounds__(kMaxThreads<kMaxWarpgroups<Traits>>, 1)
   extern __shared__ __align__(128) uint8_t shared[];
   ptx::launch_dependents();
   auto& storage = *reinterpret_cast<Storage<Traits>*>(shared);
-  WorkLine<Traits::kN> line(params, shared + kFixedBytes<Traits>);
+  WorkLine<Traits> line(params, shared + kFixedBytes<Traits>);
   StageRing ring{params.ring, storage.barriers, shared + kFixedBytes<Traits> + params.line_bytes, Traits::kWorkerWarps};
   line.prepare();
   line.deal_pieces();
 
   matmul::sm90::split_roles<kMaxWarpgroups<Traits>, kProducerRegisters<Traits>>(
-      [&](int producer) { load_tiles(params, line, ring, producer); },
+      [&](int producer) { load_tiles<Traits>(params, line, ring, producer); },
       [&] {
         Worker<Traits> worker(__shfl_sync(~0u, threadIdx.x / 32, 0));
         bool works = worker.index < params.workers;  // workers need not fill their last warpgroup

@@ -27,6 +27,7 @@ template <int kHeadDim>
 void launch(Params const& params, Config const& config, cudaStream_t stream) {
   visit_traits<kHeadDim>(params.keys.dtype, config.n, [&](auto traits) {
     using T = decltype(traits);
+    auto* kernel = params.plain ? attention_kernel<PlainTraits<T>> : attention_kernel<T>;
     RingParams ring_params{};
     static_cast<Params&>(ring_params) = params;
     ring_params.ring = matmul::sm90::ring_shape(params.stages, config);
@@ -34,7 +35,7 @@ void launch(Params const& params, Config const& config, cudaStream_t stream) {
       ring_params.first_tiles = matmul::sm90::first_tiles(params.keys, config);
     ring_params.cluster = matmul::sm90::cluster_shape(config, params.rows);
     int warpgroups = (config.workers * T::kWorkerWarps + kWarpgroupWarps - 1) / kWarpgroupWarps;
-    launch_attention(attention_kernel<T>, ring_params, config, (warpgroups + 1) * kWarpgroupThreads,
+    launch_attention(kernel, ring_params, config, (warpgroups + 1) * kWarpgroupThreads,
                      kFixedBytes<T> + params.stages.count * params.stages.stage_bytes, stream);
     if (!params.by_segments) launch_combine<T>(params, config, stream);
   });

@@ -14,14 +14,14 @@ using matmul::sm90::StageRing;
 inline constexpr int kStagesAhead = 16;  // at most, beyond one a worker; other numbers have not been tried
 
 // Stages beyond a shorter piece's end stay empty, and so do those of the window if its tokens are not staged.
-template <int N>
+template <class Traits>
 struct Slot {
   bool is_value = false;
   int rows = 0;                 // of a tile's block; below 0: -tokens of the window; 0: nothing
   int tile = 0, first_row = 0;  // of the window: the low and the high half of their offset in elements
 
   Slot() = default;
-  CUTE_DEVICE Slot(RingParams const& params, WorkLine<N> const& line, int number) {
+  CUTE_DEVICE Slot(RingParams const& params, WorkLine<Traits> const& line, int number) {
     int turn, worker;
     params.ring.workers(turn, worker, number);
     is_value = turn % 2;
@@ -29,7 +29,7 @@ struct Slot {
     int unit = piece.begin + turn / 2;
     if (unit >= piece.end) return;
     Segment segment = line.segment_with(unit);
-    StageSource source(params, segment, unit, is_value);
+    StageSource<Traits> source(params, segment, unit, is_value);
     if (source.window_tokens > 0) {
       Window const& window = params.window;
       int64_t offset = window_offset(segment, is_value ? window.value_strides : window.key_strides,
@@ -38,13 +38,15 @@ struct Slot {
       tile = static_cast<int>(offset), first_row = static_cast<int>(offset >> 32);
     }
     if (source.tile < 0) return;
+    format::SparseView const& view = source.view(params);
+    if constexpr (Traits::kPlain) __builtin_assume(!view.pages.table);
     tile = static_cast<int>(source.tile);
-    first_row = static_cast<int>(source.view(params).first_row(tile));
-    rows = source.view(params).rows(tile);
+    first_row = static_cast<int>(view.first_row(tile));
+    rows = view.rows(tile);
   }
 
   template <class Barrier>
-  CUTE_DEVICE void bring(RingParams const& params, WorkLine<N> const&, uint8_t* to, Barrier& full) const {
+  CUTE_DEVICE void bring(RingParams const& params, WorkLine<Traits> const&, uint8_t* to, Barrier& full) const {
     if (rows == 0) return full.arrive();
     auto policy = static_cast<uint64_t>(params.row_blocks.divisor == 1 ? TMA::CacheHintSm90::EVICT_FIRST
                                                                        : TMA::CacheHintSm90::EVICT_NORMAL);
@@ -56,7 +58,8 @@ struct Slot {
       from += int64_t{first_row} << 32 | static_cast<uint32_t>(tile);
       return ptx::bulk_copy(stage.block, from, bytes, &full, policy);
     }
-    bool own_order = !is_value || params.erases, value_order = !is_value && params.own_orders;
+    bool own_order = !is_value || (!Traits::kPlain && params.erases);
+    bool value_order = !Traits::kPlain && !is_value && params.own_orders;
     int bytes = rows * format::kRowBytes;
     full.arrive_and_expect_tx(bytes + (own_order + value_order) * kOrderBytes);
     format::SparseView const& view = is_value ? params.values : params.keys;
@@ -68,10 +71,11 @@ struct Slot {
 };
 
 // `producer`: of kMaxProducers.
-template <int N>
-CUTE_DEVICE void load_tiles(RingParams const& params, WorkLine<N> const& line, StageRing const& ring, int producer) {
+template <class Traits>
+CUTE_DEVICE void load_tiles(RingParams const& params, WorkLine<Traits> const& line, StageRing const& ring,
+                            int producer) {
   if (producer < 2) params.first_tiles.prefetch((producer == 0 ? params.keys : params.values).row_offsets);
-  matmul::sm90::fill_ring<Slot<N>>(ring, producer, 2 * line.longest(), params, line);
+  matmul::sm90::fill_ring<Slot<Traits>>(ring, producer, 2 * line.longest(), params, line);
 }
 
 }  // namespace cute_kernels::attention::sm90
