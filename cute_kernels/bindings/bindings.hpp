@@ -15,8 +15,8 @@ T* to_pointer(uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
 
-// Scratch memory of a call as a tensor of 16-bit elements, of which `new_empty` makes so many: torch has no shorter call.
-// Kept until the call's kernels have been queued; whatever gets the memory next is queued behind them.
+// Scratch memory of a call as a tensor of 16-bit elements, of which `new_empty` makes so many: torch has no shorter
+// call. Kept until the call's kernels have been queued; whatever gets the memory next is queued behind them.
 class Scratch {
  public:
   explicit Scratch(pybind11::object const& new_empty) : new_empty_(new_empty) {}

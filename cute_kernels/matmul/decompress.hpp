@@ -61,9 +61,9 @@ CUTE_DEVICE StreamCursor first_values_of_part(uint32_t lane_column, int part) {
   StreamCursor at = first_values<HeadDim>(lane_column);
   if constexpr (kParts == 1) return at;
   int low = 0, high = 0;
-  CUTE_NO_UNROLL  // and so not predicated either: loads that no lane makes take their turn at shared memory all the
-                  // same
-      for (int before = 0; before < part; ++before, lane_column += kWords * format::kRowBytes) {
+  // A loop is not predicated: loads that no lane makes would take their turn at shared memory all the same.
+  CUTE_NO_UNROLL
+  for (int before = 0; before < part; ++before, lane_column += kWords * format::kRowBytes) {
     CUTE_UNROLL
     for (int word = 0; word < kWords; word += 2) {
       uint32_t word0 = ptx::load_shared_u32(lane_column + word * format::kRowBytes);
