@@ -100,7 +100,7 @@ def product_lines(device: Device, case: Case, measured_us: float | None) -> list
         f"shared memory of a tile: {tile.wavefronts:.0f} wavefronts",
         f"registers a thread: {tile.registers} = accumulators, {operand} and {working} for the decoder",
         f"in flight: memory latency asks for {device.dram_latency * device.dram_bytes_a_clock / 1024:.0f} KiB an SM",
-        "rate: " + ", ".join(f"{share:.0%} with {warps} warps" for warps, share in products.ACHIEVED.items())
+        "rate: " + ", ".join(f"{products.achieved(warps):.0%} with {warps} warps" for warps in products.WARPS)
         + " of the slowest pipe's, decode_microbench", ""]
     names = list(plans[0].clocks)
     rows = [[str(p.warps), str(p.stages), str(p.registers), str(p.shared_bytes), f"{p.in_flight_bytes / 1024:.0f}",

@@ -35,12 +35,13 @@ PRODUCER_REGISTERS = 40
 WORKER_MOST = 232
 SPARED_REGISTERS = {1: 16, 2: 16, 3: 16, 4: 20}
 
-# What part of the slowest pipe's rate the decoder reaches, by warps an SM: decode_microbench (profiling/NOTES.md),
-# 22.3, 25.7 and 27.3 elements a clock and SM of 31. Fewer warps reach less in proportion.
-ACHIEVED = {8: 0.719, 12: 0.830, 16: 0.880}
+# What part of the slowest pipe's rate the decoder reaches: decode_microbench (profiling/NOTES.md) has 21.4, 25.1 and 27.8
+# elements a clock and SM of 31 with 8, 12 and 16 warps, 0.69, 0.81 and 0.90. Few warps are limited by latency, so in
+# proportion to their number; with so many both limits are equal.
+LATENCY_WARPS = 8.4
 
 # p: how far memory and SM hide one another. sparse_qk on sm80, 8,32,8,1,T,128, 38 kept, takes 465 clocks an SM and tile
-# more between T 4096 and 16384 (17.3 and 39.2 us), memory alone 422 and the pipes alone 402: that is a p of 6. With 5,
+# more between T 4096 and 16384 (17.3 and 39.2 us), memory alone 422 and the pipes alone 400: that is a p of 6. With 5,
 # 473 clocks, the model chooses what dispatch/heuristics.hpp does.
 OVERLAP_POWER = 5.0
 
@@ -86,14 +87,8 @@ def clocks_of(device: Device, tile: Tile, warps: int) -> dict[str, float]:
 
 
 def achieved(warps: int) -> float:
-    """`ACHIEVED` between its points, in proportion below them."""
-    points = sorted(ACHIEVED)
-    if warps <= points[0]:
-        return ACHIEVED[points[0]] * warps / points[0]
-    for low, high in zip(points, points[1:]):
-        if warps <= high:
-            return ACHIEVED[low] + (ACHIEVED[high] - ACHIEVED[low]) * (warps - low) / (high - low)
-    return ACHIEVED[points[-1]]
+    """Of the slowest pipe's rate, where latency and the pipe limit together."""
+    return 1 / math.hypot(1, LATENCY_WARPS / warps)
 
 
 def registers_there_are(device: Device, tile: Tile, warps: int) -> int:
