@@ -13,7 +13,7 @@ using namespace cute;
 using format::Role;
 
 // Plain calls are those of caches as compress_kv makes them, all of which counts (`Params::plain`). Kernels that know
-// it do without what pages, lengths and orders of their own need: a fifth of the code, and a microsecond of the start.
+// it do without what pages, lengths and orders of their own need, which is a fifth of the code.
 template <class Element_, int kHeadDim_, int kN_, bool kPlain_ = false>
 struct Traits {
   using Element = Element_;
