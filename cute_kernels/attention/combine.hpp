@@ -1,18 +1,15 @@
-// Results of segments from the workers, and CTAs, that have a share of them: O^T, the largest logit and the sum of
-// exponentials of every query row. The order of all sums is fixed, so results are the same bits from run to run.
+// Results of segments from the workers that have a share of them: O^T, the largest logit and the sum of exponentials of
+// every query row. The order of all sums is fixed, so results are the same bits from run to run.
 //
-//   crossing   a worker whose piece reaches beyond the segment's end leaves its share in partial `segment`; one a
-//   at most    segment
-//   last       the segment a piece ends in: the CTA puts its workers' shares together and leaves them in partial
-//              `segments + cta + segment` (CTAs and segments with common units form a staircase, so the sum names the
-//              pair)
-//
-// A second kernel puts a segment's partials together. Shares stay in the order of accumulators, four floats a lane and
-// atom, so that they are written and read in whole lines; only the result is put in order of channels.
+// A worker leaves what it has of a segment in partial `piece + segment`: pieces and segments with common units form a
+// staircase, so the sum names the pair. A second kernel puts a segment's partials together. Shares stay in the order of
+// accumulators, four floats a lane and atom, so that they are written and read in whole lines; only the result is put
+// in order of channels.
 #pragma once
 
 #include "cute_kernels/attention/softmax.hpp"
 #include "cute_kernels/attention/work.hpp"
+#include "cute_kernels/matmul/items.hpp"
 
 namespace cute_kernels::attention {
 
@@ -20,6 +17,9 @@ template <class Traits>
 inline constexpr int kAtomsM = Traits::kChannelBlocks;
 template <class Traits>
 inline constexpr int kAtoms = kAtomsM<Traits> * Traits::kRowBlocks;  // atom n * kAtomsM + m
+
+template <class Traits>
+inline constexpr int kAtomsLog2 = cute::log_2(static_cast<unsigned>(kAtoms<Traits>));
 
 template <class Traits>
 using ShareLayout = Layout<Shape<_32, Int<kAtoms<Traits>>>>;  // (lane, atom) -> four accumulators
@@ -30,13 +30,9 @@ struct Share {
   float2 softmax[Traits::kN];  // of a row: the reference of its exponentials, and their sum
 };
 
-CUTE_HOST_DEVICE constexpr int64_t max_partials(int ctas, int64_t segments) { return ctas + 2 * segments; }
-CUTE_DEVICE int crossing_partial(int segment) { return segment; }
-CUTE_DEVICE int cta_partial(int segments, int cta, int segment) { return segments + cta + segment; }
-
 template <class Traits>
-CUTE_DEVICE Share<Traits>* partial_data(Params const& params, int index) {
-  return static_cast<Share<Traits>*>(params.partials) + index;
+CUTE_DEVICE Share<Traits>* partial(Params const& params, int piece, int segment) {
+  return static_cast<Share<Traits>*>(params.partials) + piece + segment;
 }
 
 // Whether a lane's accumulators of an n8 block belong to rows that exist.
@@ -148,103 +144,45 @@ class OutputPlace {
   bool exists_;
 };
 
-inline constexpr int kSharesAtOnce = 4;  // loads of a thread on their way
+inline constexpr int kCombineThreads = 256, kCombineBlocks = 3;   // of an SM, by registers
+inline constexpr int kMinSummandsLog2 = 2, kMaxSummandsLog2 = 5;  // lanes that put together an item; four store it
+inline constexpr int kPartialsAtOnce = 3;                         // that a lane loads
 
-// All workers have left the shares of the segments that their pieces end in: puts together those of each run of workers
-// that ended in the same one. Called by all of the workers' threads.
+// Grid: (segments, blocks of items). A programmatic dependent of the attention kernel: everything up to the wait runs
+// while that one drains.
 template <class Traits>
-CUTE_DEVICE void add_up_shares(Params const& params, WorkLine<Traits> const& line, Share<Traits> const* shares,
-                               int const* last_segment, int threads) {
-  for (int begin = 0, end; begin < params.workers; begin = end) {
-    int index = last_segment[begin];
-    for (end = begin + 1; end < params.workers && (last_segment[end] == index || last_segment[end] < 0); ++end) {
-    }
-    if (index < 0) continue;
-    int rows = min(Traits::kN, params.rows - params.row_blocks.rem(index) * Traits::kN);
-    Share<Traits>* partial = partial_data<Traits>(params, cta_partial(line.segments(), blockIdx.x, index));
-    CUTE_NO_UNROLL
-    for (int item = threadIdx.x; item < size(ShareLayout<Traits>{}); item += threads) {
-      int row = RunningSum<Traits>::first_row(item);
-      if (row >= rows) continue;
-      RunningSum<Traits> sum;
-      CUTE_NO_UNROLL
-      for (int first = begin; first < end; first += kSharesAtOnce) {
-        RunningSum<Traits> loaded[kSharesAtOnce];
-        CUTE_UNROLL
-        for (int i = 0; i < kSharesAtOnce; ++i)
-          if (first + i < end && last_segment[first + i] >= 0) loaded[i] = RunningSum<Traits>(shares[first + i], item);
-        CUTE_UNROLL
-        for (int i = 0; i < kSharesAtOnce; ++i) sum.add(loaded[i]);
-      }
-      partial->accumulators[item] = sum.accumulators;
-      if (item / 32 % kAtomsM<Traits> == 0 && item % 32 < 4) {
-        CUTE_UNROLL
-        for (int i = 0; i < 2; ++i) partial->softmax[row + i] = make_float2(sum.reference[i], sum.sum[i]);
-      }
-    }
-  }
-}
-
-inline constexpr int kMaxCombineWarps = 16;
-inline constexpr int kCombineCtas = 2;  // of so many warps, of an SM, by registers
-
-template <class Traits>
-constexpr int combine_shared_bytes(Params const& params, int warps) {
-  return params.line_bytes + warps * 32 * static_cast<int>(sizeof(RunningSum<Traits>));
-}
-
-// Grid: (segments, atoms). Warps take partials in turn, then the first of them put the sums of all together and take
-// the four values of every item in turn. A programmatic dependent of the attention kernel: everything up to the wait
-// runs while that one drains.
-template <class Traits>
-__global__ void __launch_bounds__(32 * kMaxCombineWarps, kCombineCtas)
-    combine_partials(CUTE_GRID_CONSTANT Params const params) {
+__global__ void __launch_bounds__(kCombineThreads, kCombineBlocks)
+    combine_partials(CUTE_GRID_CONSTANT Params const params, int summands_log2) {
   extern __shared__ __align__(16) uint8_t shared[];
   WorkLine<Traits> line(params, shared);
-  auto* sums = reinterpret_cast<RunningSum<Traits>*>(shared + params.line_bytes);  // (warps, 32)
   line.prepare();
   Segment segment = line.segment(blockIdx.x);
-  int atom = blockIdx.y, m = atom % kAtomsM<Traits>, n = atom / kAtomsM<Traits>;
-  if (8 * n >= segment.rows) return;
-  int last_piece = line.piece_with(segment, segment.units.end - 1);
-  int first = line.piece_with(segment, segment.units.begin) / params.workers, last = last_piece / params.workers;
-  bool crossing = line.goes_on(segment, last_piece);
-  // CTAs have put together the shares of pieces that end in the segment: those that lie before the crossing one.
-  int shares_end = crossing ? line.begin_within(segment, last_piece) : segment.units.end;
-  int warp = threadIdx.x / 32, warps = blockDim.x / 32, lane = threadIdx.x % 32;
-  int item = ShareLayout<Traits>{}(lane, atom);
-  ptx::prefetch(channel_order<Traits>(params.values, segment));
-  auto partial_of = [&](int cta) {  // the crossing one follows those of the CTAs; -1: none
-    if (cta > last) return crossing && cta == last + 1 ? crossing_partial(blockIdx.x) : -1;
-    int begin = line.begin_within(segment, cta * params.workers);
-    int end = min(shares_end, line.begin_within(segment, (cta + 1) * params.workers));
-    return begin < end ? cta_partial(line.segments(), cta, blockIdx.x) : -1;
-  };
+  auto items = matmul::items_of(params.rows);
+  int summand = threadIdx.x & ((1 << summands_log2) - 1);
+  int index = (blockIdx.y * kCombineThreads + threadIdx.x) >> summands_log2, item = items[index];
+  int lane = item % 32, atom = item / 32, m = atom % kAtomsM<Traits>, n = atom / kAtomsM<Traits>;
+  bool exists = index < 1 << items.count_log2(kAtomsLog2<Traits>) && has_rows(segment.rows, lane, n);
+  OutputPlace<Traits> place(params, segment, lane, m, n, summand % 4);
+  int first = line.piece_with(segment, segment.units.begin), last = line.piece_with(segment, segment.units.end - 1);
   RunningSum<Traits> sum;
   ptx::wait_for_primary();
-  if (has_rows(segment.rows, lane, n)) {
-    CUTE_NO_UNROLL
-    for (int cta = first + warp; cta <= last + 1; cta += warps) {
-      int index = partial_of(cta);
-      if (index >= 0) sum.add(RunningSum<Traits>(*partial_data<Traits>(params, index), item));
+  CUTE_NO_UNROLL
+  for (int piece = first + summand; piece <= last; piece += kPartialsAtOnce << summands_log2) {
+    RunningSum<Traits> shares[kPartialsAtOnce];
+    CUTE_UNROLL
+    for (int i = 0; i < kPartialsAtOnce; ++i) {
+      int other = piece + (i << summands_log2);
+      if (exists && other <= last && !line.is_empty(other))
+        shares[i] = RunningSum<Traits>(*partial<Traits>(params, other, segment.index), item);
     }
+    CUTE_UNROLL
+    for (int i = 0; i < kPartialsAtOnce; ++i) sum.add(shares[i]);
   }
-  sums[warp * 32 + lane] = sum;
-  __syncthreads();
-  if (warp >= 4) return;
-  sum = sums[lane];
-  CUTE_NO_UNROLL
-  for (int w = 1; w < warps; ++w) sum.add(sums[w * 32 + lane]);
-  uint32_t index = blockIdx.x;
-  ptx::forget(index);  // the segment is looked up again rather than held on to
-  segment = line.segment(index);
-  CUTE_NO_UNROLL
-  for (int value = warp; value < 4; value += warps) {
-    OutputPlace<Traits> place(params, segment, lane, m, n, value);
-    if (auto* out = place.out(params)) *out = typename Traits::Element(sum.value(value));
-    if (value < 2 && m == 0 && lane < 4)
-      if (float* lse = place.lse(params)) *lse = sum.lse(value);
-  }
+  for (int mask = 1; mask >> summands_log2 == 0; mask *= 2) sum.add_from_lane(mask);
+  if (!exists || summand >= 4) return;
+  if (auto* out = place.out(params)) *out = typename Traits::Element(sum.value(summand));
+  if (summand < 2 && m == 0 && lane < 4)
+    if (float* lse = place.lse(params)) *lse = sum.lse(summand);
 }
 
 }  // namespace cute_kernels::attention

@@ -21,12 +21,6 @@ auto visit_traits(format::DType dtype, int n, F&& f) {
   return dtype == format::DType::kFloat16 ? visit_n(half_t{}) : visit_n(bfloat16_t{});
 }
 
-// Room that a stage must have at least: stages take their worker's share in the end.
-template <class Traits>
-constexpr int min_block_bytes(int min_stages) {
-  return (static_cast<int>(sizeof(Share<Traits>)) + min_stages - 1) / min_stages;
-}
-
 // shared_bytes: all but the line's.
 template <class KernelParams>
 void launch_attention(void (*kernel)(KernelParams), KernelParams const& params, Config const& config, int threads,
@@ -40,15 +34,19 @@ void launch_combine(Params const& params, Config const& config, cudaStream_t str
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t launch{};
-  launch.gridDim = dim3(params.batch * params.row_segments.divisor, kAtoms<Traits>);
-  int warps = 2, segments = static_cast<int>(launch.gridDim.x);
-  while (warps < kMaxCombineWarps && warps * segments < config.ctas + segments) warps *= 2;  // partials of a segment
-  launch.blockDim = dim3(32 * warps);
-  launch.dynamicSmemBytes = combine_shared_bytes<Traits>(params, warps);
+  int segments = params.batch * params.row_segments.divisor, partials = config.ctas * config.workers + segments;
+  int summands_log2 = kMinSummandsLog2;
+  while (summands_log2 < kMaxSummandsLog2 && int64_t{2 * segments} << summands_log2 < partials) ++summands_log2;
+  static_assert(1 << kAtomsLog2<Traits> == kAtoms<Traits>);
+  int threads = 1 << (matmul::items_of(params.rows).count_log2(kAtomsLog2<Traits>) + summands_log2);
+  launch.gridDim = dim3(segments, (threads + kCombineThreads - 1) / kCombineThreads);
+  launch.blockDim = dim3(kCombineThreads);
+  launch.dynamicSmemBytes = params.line_bytes;
   launch.stream = stream;
   launch.attrs = &attribute;
   launch.numAttrs = config.programmatic_launch ? 1 : 0;
-  check_cuda(cudaLaunchKernelEx(&launch, combine_partials<Traits>, params), "launch of combine_partials");
+  check_cuda(cudaLaunchKernelEx(&launch, combine_partials<Traits>, params, summands_log2),
+             "launch of combine_partials");
 }
 
 }  // namespace cute_kernels::attention

@@ -23,10 +23,10 @@ CUTE_DEVICE auto make_logits() {  // (MMA,own MMA_M,MMA_N)
 }
 
 template <class Traits, class Pipeline, class FragmentP, class FragmentO>
-CUTE_DEVICE void attend_window(Params const& params, Segment const& segment, int unit, int part, Pipeline& pipeline,
+CUTE_DEVICE void attend_window(Params const& params, Segment const& segment, int index, int part, Pipeline& pipeline,
                                OnlineSoftmax<Traits>& softmax, FragmentP& tCrP, FragmentO& tCrO) {
   Tensor tCrS = make_logits<Traits>();
-  WindowUnit<Traits> window(params, segment, unit - segment.units.begin, part);
+  WindowUnit<Traits> window(params, segment, index, part);
   window.multiply_keys(pipeline.next(), tCrS);
   pipeline.release();
   scale_logits(tCrS, params.scale_log2);
@@ -37,12 +37,11 @@ CUTE_DEVICE void attend_window(Params const& params, Segment const& segment, int
   pipeline.release();
 }
 
-// All units of a worker's piece. `pipeline` brings two stages a unit, keys then values.
-// Leaves the share of the segment that the piece ends in where pipeline.finish() says, and returns that segment; -1 for
-// an empty piece.
+// All units of a worker's piece. `pipeline` brings two stages a unit, keys then values. Leaves the worker's share of
+// every segment, see combine.hpp.
 template <class Traits, class Pipeline>
-CUTE_DEVICE int attend(Params const& params, WorkLine<Traits> const& line, UnitRange piece,
-                       Worker<Traits> const& worker, Exchange<Traits>& exchange, Pipeline& pipeline) {
+CUTE_DEVICE void attend(Params const& params, WorkLine<Traits> const& line, UnitRange piece,
+                        Worker<Traits> const& worker, Exchange<Traits>& exchange, Pipeline& pipeline) {
   using TiledMma = typename Traits::TiledMma;
   using Element = typename Traits::Element;
   auto thr_mma = TiledMma{}.get_slice(threadIdx.x % 32);
@@ -52,15 +51,18 @@ CUTE_DEVICE int attend(Params const& params, WorkLine<Traits> const& line, UnitR
   };
   Tensor tCrQ = make_operand(Int<Traits::kHeadDim>{});  // (MMA,MMA_N,MMA_K)
   Tensor tCrP = make_operand(Int<Traits::kTokens>{});   // (MMA,MMA_N,MMA_K)
-  if (piece.begin == piece.end) {
-    pipeline.finish();
-    return -1;
-  }
   OnlineSoftmax<Traits> softmax(worker, exchange);
-  for (int unit = piece.begin;;) {
+  for (int unit = piece.begin; unit < piece.end;) {
     Segment segment = line.segment_with(unit);
     int end = min(segment.units.end, piece.end), tokens = segment.tokens;
-    int first_tile = tokens > 0 ? segment.units.begin + segment.window_units : segment.units.end;
+    auto map_units = [&] {
+      if constexpr (!Pipeline::kJoinsSegments) return segment.unit_map();
+      uint32_t number = blockIdx.x * params.workers + worker.index;  // of the piece
+      ptx::forget(number);                                           // looked up again rather than held on to
+      return line.unit_map(segment, number);
+    };
+    UnitMap map = map_units();
+    int window_end = tokens > 0 ? min(map.window_end, end) : end;
     softmax.reset();
     Tensor tCrO = partition_fragment_C(
         TiledMma{}, Shape<Int<16 * Traits::kOwnChannelBlocks>, Int<Traits::kN>>{});  // (MMA,own MMA_M,MMA_N)
@@ -72,11 +74,12 @@ CUTE_DEVICE int attend(Params const& params, WorkLine<Traits> const& line, UnitR
     // With D 256 the window needs the registers: the segment is looked up again rather than held on to.
     constexpr bool kHoldsSegment = Traits::kHeadDim < format::kMaxHeadDim;
     CUTE_NO_UNROLL
-    for (; unit < min(first_tile, end); ++unit)
-      attend_window<Traits>(params, kHoldsSegment ? segment : line.segment_with(unit), unit, worker.part, pipeline,
-                            softmax, tCrP, tCrO);
+    for (; unit < window_end; ++unit)
+      attend_window<Traits>(params, kHoldsSegment ? segment : line.segment_with(unit), unit - map.first_window,
+                            worker.part, pipeline, softmax, tCrP, tCrO);
     if constexpr (!kHoldsSegment) segment = line.segment_with(end - 1);
-    Queries<Traits>(params, segment).load(channel_order<Traits>(params.keys, segment), tCrQ);
+    Queries<Traits>(params, segment).load(worker, exchange, channel_order<Traits>(params.keys, segment), tCrQ);
+    int first_tile = map_units().first_tile;
     int seen_by_all = Visibility(params, segment).seen_by_all();
     auto limits = Visibility(params, segment).template limits<Traits>(false);
     CUTE_NO_UNROLL
@@ -109,12 +112,12 @@ CUTE_DEVICE int attend(Params const& params, WorkLine<Traits> const& line, UnitR
     }
     softmax.finish();
     segment = line.segment_with(unit - 1);
-    if (unit == piece.end) {
-      leave_share<Traits>(tCrO, softmax, segment.rows, worker.part, pipeline.finish());
-      return segment.index;
+    if constexpr (Pipeline::kJoinsSegments) {
+      if (params.by_segments)
+        return leave_share<Traits>(tCrO, softmax, segment.rows, worker.part, pipeline.room_for_share());
     }
     leave_share<Traits>(tCrO, softmax, segment.rows, worker.part,
-                        partial_data<Traits>(params, crossing_partial(segment.index)));
+                        partial<Traits>(params, blockIdx.x * params.workers + worker.index, segment.index));
   }
 }
 

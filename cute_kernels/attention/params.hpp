@@ -1,18 +1,11 @@
 // What the attention kernels are called with.
 #pragma once
 
-#include <cutlass/fast_math.h>
-
+#include "cute_kernels/attention/cut.hpp"
 #include "cute_kernels/attention/problem.hpp"
 #include "cute_kernels/matmul/params.hpp"
 
 namespace cute_kernels::attention {
-
-// How the line of work is cut, see work.hpp: in parts, those into pieces, some of them longer by one. In units if
-// by_segments, else in places.
-struct Cut {
-  int part, piece, spare;
-};
 
 struct Params : Problem {
   float scale_log2;                        // the kernels' exponentials are powers of two
@@ -27,14 +20,14 @@ struct Params : Problem {
   bool window_vectorized;                  // keys of the window and q may be read 16 bytes at a time
   bool window_staged;                      // and producers bring its tokens as they lie; true without a window
   int line_bytes;                          // of shared memory that the line takes
-  Cut cut;                                 // unless ragged
+  Cut cut;                                 // of the line's places, unless ragged; of a segment's tiles if by_segments
   cutlass::FastDivmod pieces;              // of the line, or of a segment if by_segments
   cutlass::FastDivmod units_per_segment;   // unless ragged
   cutlass::FastDivmod places_per_segment;  // unless ragged
   cutlass::FastDivmod row_segments;        // of a row of q: KV heads x blocks of query rows
   cutlass::FastDivmod row_blocks, query_tokens;  // as divisors
   matmul::Stages stages;
-  void* partials;  // room for max_partials, see combine.hpp
+  void* partials;  // unless by_segments: one for every piece and one for every segment, see combine.hpp
 };
 
 }  // namespace cute_kernels::attention

@@ -3,6 +3,7 @@
 
 #include "cute_kernels/attention/traits.hpp"
 #include "cute_kernels/attention/work.hpp"
+#include "cute_kernels/attention/worker.hpp"
 
 namespace cute_kernels::attention {
 
@@ -23,26 +24,55 @@ class Queries {
     }
   }
 
-  // Channels in the order of the compressed keys; those beyond the last are zeros.
+  // Channels in the order of the compressed keys; those beyond the last are zeros. With all warps of a worker, by way
+  // of the room for q in its exchange: rows and order are on their way at the same time, and rows come in whole lines.
   template <class Fragment>
-  CUTE_DEVICE void load(uint8_t const* channel_order, Fragment& tCrB /* ((2,2),MMA_N,MMA_K) */) const {
+  CUTE_DEVICE void load(Worker<Traits> const& worker, Exchange<Traits>& exchange, uint8_t const* channel_order,
+                        Fragment& tCrB /* ((2,2),MMA_N,MMA_K) */) const {
     CUTE_STATIC_ASSERT_V((shape<0>(tCrB) == Shape<_2, _2>{}));  // two neighbouring columns, then 8 further on
+    constexpr int kSteps = Traits::kHeadDim / (4 * Traits::kWorkerWarps);  // of a quad, which has a row of each block
+    int row = threadIdx.x % 32 / 4, first_channel = 4 * kSteps * worker.part + threadIdx.x % 4;  // then every fourth
+    Element values[kSteps][kBlocks];
+    CUTE_UNROLL
+    for (int i = 0; i < kSteps; ++i) {
+      CUTE_UNROLL
+      for (int n = 0; n < kBlocks; ++n) {
+        int channel = first_channel + 4 * i;
+        values[i][n] = channel < head_dim_ ? rows_[n][channel] : Element(0.f);
+      }
+    }
+    uint32_t channels[Traits::kHeadDim / 16][2];
     CUTE_UNROLL
     for (int k = 0; k < size<2>(tCrB); ++k) {
       CUTE_UNROLL
       for (int j = 0; j < 2; ++j) {
         int position = format::position_of_column(16 * k + j) + 2 * (threadIdx.x % 4);  // that of column + 8 is next
-        uint32_t channels = __ldg(reinterpret_cast<uint16_t const*>(channel_order + position));
+        channels[k][j] = __ldg(reinterpret_cast<uint16_t const*>(channel_order + position));
+      }
+    }
+    Element* shared = exchange.query_room();
+    worker.sync();  // the weights that were there have been read
+    CUTE_UNROLL
+    for (int i = 0; i < kSteps; ++i) {
+      CUTE_UNROLL
+      for (int n = 0; n < kBlocks; ++n)
+        shared[(8 * n + row) * Traits::kQueryStride + first_channel + 4 * i] = values[i][n];
+    }
+    worker.sync();
+    CUTE_UNROLL
+    for (int k = 0; k < size<2>(tCrB); ++k) {
+      CUTE_UNROLL
+      for (int j = 0; j < 2; ++j) {
         CUTE_UNROLL
         for (int n = 0; n < kBlocks; ++n) {
           CUTE_UNROLL
-          for (int i = 0; i < 2; ++i) {
-            int channel = channels >> (8 * i) & 0xff;
-            tCrB(make_coord(j, i), n, k) = channel < head_dim_ ? rows_[n][channel] : Element(0.f);
-          }
+          for (int i = 0; i < 2; ++i)
+            tCrB(make_coord(j, i), n, k) =
+                shared[(8 * n + row) * Traits::kQueryStride + (channels[k][j] >> (8 * i) & 0xff)];
         }
       }
     }
+    worker.sync();
   }
 
   // Of lane / 4 in block n.

@@ -32,11 +32,12 @@ struct StageSource {
   int64_t tile = -1;      // in the storage, the same for keys and values; -1: none
   int window_tokens = 0;  // 0: none
 
-  CUTE_DEVICE StageSource(Params const& params, Segment const& segment, int unit, bool is_value) : is_value(is_value) {
-    int window_unit = unit - segment.units.begin, index = window_unit - segment.window_units;
-    if (index < 0) {
+  CUTE_DEVICE StageSource(Params const& params, Segment const& segment, UnitMap const& map, int unit, bool is_value)
+      : is_value(is_value) {
+    int index = unit - map.first_tile;
+    if (unit < map.window_end) {
       if (params.window_staged)
-        window_tokens = min(kWindowUnitTokens, segment.window_tokens - window_unit * kWindowUnitTokens);
+        window_tokens = min(kWindowUnitTokens, segment.window_tokens - (unit - map.first_window) * kWindowUnitTokens);
     } else if (index * kUnitTokens < segment.tokens) {
       if constexpr (Traits::kPlain) __builtin_assume(!view(params).pages.table);
       tile = view(params).tile_index(segment.sequence, segment.kv_head, index);

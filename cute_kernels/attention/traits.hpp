@@ -25,6 +25,9 @@ struct Traits {
   static constexpr int kWorkerWarps = 2;
   static constexpr int kWorkerThreads = 32 * kWorkerWarps;
 
+  static constexpr int kQueryStride =
+      kHeadDim + 8;  // of q's rows in shared memory, so that they are in different banks
+
   using Keys = matmul::Traits<Role::kKey, Element, kHeadDim, kN>;
   using Values = matmul::Traits<Role::kValue, Element, kHeadDim, kN>;
   using TiledMma = typename Keys::TiledMma;  // of one warp

@@ -2,8 +2,8 @@
 // which counts as kSegmentPlaces units before its first: some workers would have many short ones, or two in place of
 // one. So a line has places, those of segments and those of units, of which a piece has consecutive ones.
 //
-// Or, where that is about as even, the line is cut at the segments' ends too, so that a cluster has all pieces of its
-// segments. Then places are units.
+// Or, where that is about as even, every segment is cut into as many pieces (`Params::by_segments`), so that a cluster
+// has all of them; its window is spread over them.
 //
 // A segment is (row of q, KV head, block of N query rows). Its units are a few tokens of its window each, then the
 // tiles of its compressed tokens; one that has neither has one unit all the same, so that its result is written. Where
@@ -23,8 +23,9 @@ inline constexpr int kMaxWorkers = 14;        // by the barriers of a CTA: 0 and
 CUTE_HOST_DEVICE constexpr int64_t window_units_of(int64_t tokens) {
   return (tokens + kWindowUnitTokens - 1) / kWindowUnitTokens;
 }
+CUTE_HOST_DEVICE constexpr int64_t tiles_of(int64_t tokens) { return (tokens + kUnitTokens - 1) / kUnitTokens; }
 CUTE_HOST_DEVICE constexpr int64_t units_of(int64_t tokens, int64_t window_tokens) {
-  int64_t units = (tokens + kUnitTokens - 1) / kUnitTokens + window_units_of(window_tokens);
+  int64_t units = tiles_of(tokens) + window_units_of(window_tokens);
   return units > 0 ? units : 1;
 }
 
@@ -40,6 +41,11 @@ struct Segment {
   UnitRange units;      // in the line
   int window_units;     // the first of them
   int tokens, window_tokens;
+
+  CUTE_DEVICE UnitMap unit_map() const {  // unless by_segments
+    int end = units.begin + window_units;
+    return {units.begin, end, end};
+  }
 };
 
 template <class Traits>
@@ -86,8 +92,10 @@ class WorkLine {
 
   // Of the whole line's pieces; some are empty if there are fewer units.
   CUTE_DEVICE int piece_begin(int piece) const {
-    int place = place_of_piece(piece);
-    return params_.by_segments ? place : unit_at(place);
+    if (!params_.by_segments) return unit_at(place_of_piece(piece));
+    int segment, index;
+    params_.pieces(segment, index, piece);
+    return segment * params_.units_per_segment.divisor + segment_cut().units_before(index);
   }
   CUTE_DEVICE UnitRange piece_of_worker(int worker) const {
     if constexpr (!Traits::kPlain) return {piece_begins_[worker], piece_begins_[worker + 1]};
@@ -95,31 +103,27 @@ class WorkLine {
     return {piece_begin(piece), piece_begin(piece + 1)};
   }
 
+  CUTE_DEVICE UnitMap unit_map(Segment const& segment, int piece) const {
+    return params_.by_segments ? segment_cut().unit_map(segment.units.begin, params_.pieces.rem(piece))
+                               : segment.unit_map();
+  }
+
   // Units of any piece at most.
   CUTE_DEVICE int longest() const {
     Cut cut = cut_of_line();
-    return cut.piece + (cut.spare > 0);
+    return cut.longest() + (params_.by_segments ? segment_cut().window_units_before(1) : 0);
   }
 
   // Unless by_segments: of the whole line's, the piece that has a unit of a segment.
   CUTE_DEVICE int piece_with(Segment const& segment, int unit) const {
     int place = first_place(segment) + kSegmentPlaces + unit - segment.units.begin;
-    float share = static_cast<float>(place) / static_cast<float>(cut_of_line().part);
+    float share = static_cast<float>(place) / static_cast<float>(cut_of_line().all);
     int piece = max(0, static_cast<int>(share * params_.pieces.divisor) - 1);  // rounding moves it by less than one
     while (place_of_piece(piece + 1) <= place) ++piece;
     return piece;
   }
-  // Likewise: where a piece begins, brought to within a segment; no row is looked up.
-  CUTE_DEVICE int begin_within(Segment const& segment, int piece) const {
-    UnitRange units = segment.units;
-    int unit = units.begin + unit_in_segment(place_of_piece(piece) - first_place(segment));
-    return max(units.begin, min(unit, units.end));
-  }
-  // Likewise: whether a piece that has the segment's last unit goes on with the next one's.
-  CUTE_DEVICE bool goes_on(Segment const& segment, int piece) const {
-    int next = first_place(segment) + kSegmentPlaces + segment.units.end - segment.units.begin;
-    return place_of_piece(piece + 1) > next + kSegmentPlaces;
-  }
+  // Likewise: whether a piece has no place.
+  CUTE_DEVICE bool is_empty(int piece) const { return place_of_piece(piece) == place_of_piece(piece + 1); }
 
   CUTE_DEVICE Segment segment(int index) const {
     int row, in_row;
@@ -165,11 +169,10 @@ class WorkLine {
   CUTE_DEVICE Cut* ragged_cut() const { return reinterpret_cast<Cut*>(unit_ends_ + params_.batch + 1); }
 
   // Where a piece begins. Pieces differ by one at most, the longer ones spread evenly.
-  CUTE_DEVICE int place_of_piece(int piece) const {
-    Cut cut = cut_of_line();
-    int part = 0, index = piece;
-    if (params_.by_segments) params_.pieces(part, index, piece);
-    return part * cut.part + index * cut.piece + params_.pieces.div(index * cut.spare);
+  CUTE_DEVICE int place_of_piece(int piece) const { return cut_of_line().begin(piece, params_.pieces); }
+
+  CUTE_DEVICE SegmentCut segment_cut() const {
+    return {params_.pieces, params_.cut, static_cast<int>(window_units_of(params_.window.tokens))};
   }
 
   // If ragged: the row at a place of a line that has one segment of every row, each with some places of its own.
@@ -218,8 +221,8 @@ class WorkLine {
     }
     if (lane > 0) return;
     Cut& cut = *ragged_cut();
-    cut.part = (sum + kSegmentPlaces * params_.batch) * params_.row_segments.divisor;
-    params_.pieces(cut.piece, cut.spare, cut.part);
+    cut.all = (sum + kSegmentPlaces * params_.batch) * params_.row_segments.divisor;
+    params_.pieces(cut.piece, cut.spare, cut.all);
   }
 
   CUTE_DEVICE int sequence_of(int row) const {

@@ -22,7 +22,7 @@ struct TokenOrders {
   uint8_t const *keys, *values;
 };
 
-// In shared memory, one for a worker. Two buffers: a warp may be a tile ahead of the other until they meet.
+// In shared memory, one for a worker. Two buffers of weights: a warp may be a tile ahead of the other until they meet.
 template <class Traits>
 class Exchange {
  public:
@@ -78,6 +78,9 @@ class Exchange {
     }
   }
 
+  // For the rows of q, kQueryStride apart, as long as there are no weights.
+  CUTE_DEVICE typename Traits::Element* query_room() { return weights_[0]; }
+
   // A number of every warp for every row: of those that this lane accumulates.
   CUTE_DEVICE float& row_number(int warp, int i) {
     return row_numbers_[warp][i / 2 * 8 + 2 * (threadIdx.x % 4) + i % 2];
@@ -87,7 +90,9 @@ class Exchange {
   using Element = typename Traits::Element;
   static constexpr int kRowStride = Traits::kTokens + 8;  // rows in different banks
 
-  alignas(16) Element weights_[2][Traits::kN * kRowStride];
+  static constexpr int kBuffer = cute::max(Traits::kN * kRowStride, Traits::kN* Traits::kQueryStride / 2);
+
+  alignas(16) Element weights_[2][kBuffer];
   int raises_[2][Traits::kWorkerWarps];
   float row_numbers_[Traits::kWorkerWarps][Traits::kN];
 

@@ -97,7 +97,8 @@ void run(attention::Problem const& problem, Workspace const& workspace, std::str
 
   int64_t segments = int64_t{problem.batch} * keys.kv_heads * rows.blocks;
   int64_t units_each = attention::units_of(keys.tokens, problem.window.tokens), units = segments * units_each;
-  int64_t places_each = units_each + attention::kSegmentPlaces, places = segments * places_each;
+  int64_t tiles_each = attention::tiles_of(keys.tokens), places_each = units_each + attention::kSegmentPlaces,
+          places = segments * places_each;
   check_sizes(problem, places);
   params.units_per_segment = cutlass::FastDivmod(static_cast<int>(units_each));
   params.places_per_segment = cutlass::FastDivmod(static_cast<int>(places_each));
@@ -119,18 +120,17 @@ void run(attention::Problem const& problem, Workspace const& workspace, std::str
                           attention::kStageOrders * attention::kOrderBytes, 0, units);
   if (problem.num_splits > 0)
     plan.config.ctas = static_cast<int>(std::min<int64_t>(plan.config.ctas, problem.num_splits * segments));
-  else if (limits.joins_segments && !params.ragged)
-    cut_by_segments(device, static_cast<int>(segments), static_cast<int>(units_each), plan.config);
+  else if (limits.joins_segments && !params.ragged && tiles_each > 0)
+    cut_by_segments(device, static_cast<int>(segments), static_cast<int>(tiles_each), plan.config);
   params.by_segments = plan.config.segment_pieces > 0;
   params.workers = plan.config.workers;
-  params.pieces =
-      cutlass::FastDivmod(params.by_segments ? plan.config.segment_pieces : plan.config.ctas * plan.config.workers);
-  params.cut.part = static_cast<int>(params.by_segments ? units_each : places);
-  params.pieces(params.cut.piece, params.cut.spare, params.cut.part);
+  int pieces = params.by_segments ? plan.config.segment_pieces : plan.config.ctas * plan.config.workers;
+  params.pieces = cutlass::FastDivmod(pieces);
+  params.cut.all = static_cast<int>(params.by_segments ? tiles_each : places);
+  params.pieces(params.cut.piece, params.cut.spare, params.cut.all);
   params.stages = plan.stages;
   if (!params.by_segments)
-    params.partials = workspace(attention::max_partials(plan.config.ctas, segments) *
-                                attention::partial_bytes(rows.n, keys.padded_head_dim));
+    params.partials = workspace((pieces + segments) * attention::partial_bytes(rows.n, keys.padded_head_dim));
   kernels.launch(params, plan.config, stream);
 }
 

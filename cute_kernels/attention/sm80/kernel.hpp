@@ -17,7 +17,6 @@ struct Storage {
   static_assert(kMaxWorkers <= attention::kMaxWorkers);
 
   Exchange<Traits> exchanges[kMaxWorkers];
-  int last_segment[kMaxWorkers];
 };
 template <class Traits>
 inline constexpr int kFixedBytes = (sizeof(Storage<Traits>) + 127) / 128 * 128;
@@ -34,10 +33,7 @@ __global__ void __launch_bounds__(32 * kMaxWarps<Traits>, 1) attention_kernel(CU
   Worker<Traits> worker(threadIdx.x / 32);
   UnitRange piece = line.piece_of_worker(worker.index);
   WorkerPipeline<Traits> pipeline(params, line, stages, worker, piece);
-  storage.last_segment[worker.index] =
-      attend<Traits>(params, line, piece, worker, storage.exchanges[worker.index], pipeline);
-  __syncthreads();
-  add_up_shares<Traits>(params, line, reinterpret_cast<Share<Traits> const*>(stages), storage.last_segment, blockDim.x);
+  attend<Traits>(params, line, piece, worker, storage.exchanges[worker.index], pipeline);
 }
 
 }  // namespace cute_kernels::attention::sm80

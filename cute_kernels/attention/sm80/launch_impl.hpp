@@ -10,8 +10,7 @@ template <int kHeadDim>
 KernelLimits limits(format::DType dtype, int n) {
   return visit_traits<kHeadDim>(dtype, n, [](auto traits) -> KernelLimits {
     using T = decltype(traits);
-    return {Storage<T>::kMaxWorkers, T::kWorkerWarps, kMinStages, kMaxStages, min_block_bytes<T>(kMinStages),
-            kFixedBytes<T>,          false,           0,          false};
+    return {Storage<T>::kMaxWorkers, T::kWorkerWarps, kMinStages, kMaxStages, 0, kFixedBytes<T>, false, 0, false};
   });
 }
 

@@ -15,6 +15,8 @@ inline constexpr int kMinStages = 2, kMaxStages = 3;  // of a worker
 template <class Traits>
 class WorkerPipeline {
  public:
+  static constexpr bool kJoinsSegments = false;
+
   // Starts the fetch of the first stages.
   CUTE_DEVICE WorkerPipeline(Params const& params, WorkLine<Traits> const& line, uint8_t* shared,
                              Worker<Traits> const& worker, UnitRange piece)
@@ -41,13 +43,6 @@ class WorkerPipeline {
   // The stage has been read; the fetch after next fills it.
   CUTE_DEVICE void release() {}
 
-  // Room for this worker's share of its last segment, when all workers have read all their tiles.
-  CUTE_DEVICE Share<Traits>* finish() {
-    cp_async_wait<0>();
-    __syncthreads();
-    return reinterpret_cast<Share<Traits>*>(shared_) + worker_.index;
-  }
-
  private:
   static constexpr int kCopyBytes = 16;
 
@@ -69,7 +64,8 @@ class WorkerPipeline {
     int turn = turn_ + threadIdx.x % 32, unit = piece_.begin + turn / 2;
     tile_ = -1;
     if (unit >= piece_.end) return;
-    StageSource<Traits> source(params_, line_.segment_with(unit), unit, turn % 2);
+    Segment segment = line_.segment_with(unit);
+    StageSource<Traits> source(params_, segment, segment.unit_map(), unit, turn % 2);
     if (source.tile < 0) return;
     format::SparseView const& view = source.view(params_);
     tile_ = static_cast<int>(source.tile);

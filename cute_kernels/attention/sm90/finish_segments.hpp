@@ -14,7 +14,7 @@ template <class Traits>
 class SegmentResults {
  public:
   CUTE_DEVICE SegmentResults(RingParams const& params, WorkLine<Traits> const& line)
-      : params_(params), line_(line), items_log2_(params.cluster.items_log2(kAtomsLog2)) {}
+      : params_(params), line_(line), items_log2_(params.cluster.items_log2(kAtomsLog2<Traits>)) {}
 
   // With all workers' threads: each worker has left its share.
   template <class Sync>
@@ -53,8 +53,6 @@ class SegmentResults {
  private:
   using Element = typename Traits::Element;
   static constexpr int kWarpItems = 32 / kSummands;
-  static constexpr int kAtomsLog2 = cute::log_2(static_cast<unsigned>(kAtoms<Traits>));
-  static_assert(1 << kAtomsLog2 == kAtoms<Traits>);
 
   RingParams const& params_;
   WorkLine<Traits> const& line_;
@@ -69,7 +67,7 @@ class SegmentResults {
 
   // In its segment, this CTA's i-th.
   CUTE_DEVICE int item_of(int i) const {
-    return params_.cluster.item((params_.cluster.rank() << items_log2_) + (i & ((1 << items_log2_) - 1)));
+    return params_.cluster.items[(params_.cluster.rank() << items_log2_) + (i & ((1 << items_log2_) - 1))];
   }
 
   CUTE_DEVICE Place place_of(int i, int index) const {

@@ -27,7 +27,6 @@ struct Storage {
 
   Exchange<Traits> exchanges[kMaxWorkers];
   matmul::sm90::RingBarriers barriers;
-  int last_segment[kMaxWorkers];
 };
 template <class Traits>
 inline constexpr int kFixedBytes = (sizeof(Storage<Traits>) + 127) / 128 * 128;
@@ -35,6 +34,8 @@ inline constexpr int kFixedBytes = (sizeof(Storage<Traits>) + 127) / 128 * 128;
 template <class Traits>
 class WorkerPipeline {
  public:
+  static constexpr bool kJoinsSegments = true;
+
   // A worker passes through `empty_turns` turns after its last.
   CUTE_DEVICE WorkerPipeline(RingParams const& params, StageRing const& ring, int worker, int empty_turns)
       : params_(params), ring_(ring), reader_(ring, worker), worker_(worker), empty_turns_(empty_turns) {}
@@ -46,10 +47,14 @@ class WorkerPipeline {
     reader_.release();
   }
 
-  // Room for this worker's share of its last segment, when all workers have read all their tiles.
-  CUTE_DEVICE Share<Traits>* finish() {
+  CUTE_DEVICE void pass_empty_turns() {
     CUTE_NO_UNROLL
     for (int turn = 0; turn < empty_turns_; ++turn) next(), release();
+  }
+
+  // If by_segments: room for this worker's share of its segment, when all workers have read all their tiles.
+  CUTE_DEVICE Share<Traits>* room_for_share() {
+    pass_empty_turns();
     sync_workers();
     return reinterpret_cast<Share<Traits>*>(ring_.data) + worker_;
   }
@@ -84,14 +89,12 @@ __global__ void __launch_bounds__(kMaxThreads<kMaxWarpgroups<Traits>>, 1)
         if (!works) return;
         UnitRange piece = line.piece_of_worker(worker.index);
         WorkerPipeline<Traits> pipeline(params, ring, worker.index, 2 * (line.longest() - (piece.end - piece.begin)));
-        storage.last_segment[worker.index] =
-            attend<Traits>(params, line, piece, worker, storage.exchanges[worker.index], pipeline);
+        attend<Traits>(params, line, piece, worker, storage.exchanges[worker.index], pipeline);
         ptx::launch_dependents();  // late: its CTAs find no room before, and it is measured to be faster
-        auto* shares = reinterpret_cast<Share<Traits>*>(ring.data);
-        if (params.by_segments)
-          return SegmentResults<Traits>(params, line).write(shares, [&] { pipeline.sync_workers(); });
-        pipeline.sync_workers();
-        add_up_shares<Traits>(params, line, shares, storage.last_segment, Traits::kWorkerThreads * params.workers);
+        if (!params.by_segments) return pipeline.pass_empty_turns();
+        SegmentResults<Traits>(params, line).write(reinterpret_cast<Share<Traits>*>(ring.data), [&] {
+          pipeline.sync_workers();
+        });
       });
 }
 

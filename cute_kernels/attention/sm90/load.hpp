@@ -29,11 +29,12 @@ struct Slot {
     int unit = piece.begin + turn / 2;
     if (unit >= piece.end) return;
     Segment segment = line.segment_with(unit);
-    StageSource<Traits> source(params, segment, unit, is_value);
+    UnitMap map = line.unit_map(segment, blockIdx.x * params.workers + worker);
+    StageSource<Traits> source(params, segment, map, unit, is_value);
     if (source.window_tokens > 0) {
       Window const& window = params.window;
       int64_t offset = window_offset(segment, is_value ? window.value_strides : window.key_strides,
-                                     (unit - segment.units.begin) * kWindowUnitTokens);
+                                     (unit - map.first_window) * kWindowUnitTokens);
       rows = -source.window_tokens;
       tile = static_cast<int>(offset), first_row = static_cast<int>(offset >> 32);
     }

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cute/arch/cluster_sm90.hpp>
 
+#include "cute_kernels/matmul/items.hpp"
 #include "cute_kernels/matmul/launch.hpp"
 
 namespace cute_kernels::matmul::sm90 {
@@ -15,19 +16,13 @@ struct ClusterShape {
   int ctas, ctas_log2;  // of a cluster
   int pieces;           // of a segment that a CTA has
   int segments;         // that a CTA has pieces of
-  int pairs_log2;       // of query rows that exist, in a block of 8
+  Items items;          // of a segment, dealt to the CTAs in equal parts
 
   CUTE_DEVICE int rank() const { return ctas > 1 ? static_cast<int>(cute::block_rank_in_cluster()) : 0; }
   // Of the segments of all CTAs.
   CUTE_DEVICE int first_segment() const { return (blockIdx.x >> ctas_log2) * segments; }
-
-  // Results of a segment are dealt to the CTAs in items of four, without those of row pairs that do not exist: the
-  // logarithm of a CTA's number of them, and where the index-th of all lies, atom * 32 + lane.
-  CUTE_DEVICE int items_log2(int atoms_log2) const { return atoms_log2 + 3 + pairs_log2 - ctas_log2; }
-  CUTE_DEVICE int item(int index) const {
-    int quad = index >> pairs_log2, pair = index - (quad << pairs_log2);  // lanes of a quad have the pairs of 8 rows
-    return 4 * quad + pair;
-  }
+  // A CTA's.
+  CUTE_DEVICE int items_log2(int atoms_log2) const { return items.count_log2(atoms_log2) - ctas_log2; }
 
   // Every `step`-th piece of a segment, counted through the CTAs of the cluster: calls use(load(share)) with what its
   // CTA has at `first`, for that CTA's first piece, or `stride` further on for the next. Some loads at a time.
@@ -54,9 +49,8 @@ struct ClusterShape {
 
 // rows: of a KV head.
 inline ClusterShape cluster_shape(Config const& config, int rows) {
-  ClusterShape shape{config.cluster, 0, config.workers, 1, 0};
+  ClusterShape shape{config.cluster, 0, config.workers, 1, items_of(rows)};
   while (1 << shape.ctas_log2 < config.cluster) ++shape.ctas_log2;
-  while (2 << shape.pairs_log2 < std::min(rows, 8)) ++shape.pairs_log2;
   if (config.segment_pieces > 0) {
     shape.pieces = std::min(config.segment_pieces, config.workers);
     shape.segments = config.workers / shape.pieces;

@@ -70,7 +70,7 @@ class SegmentSums {
 
   // In its segment, this CTA's i-th.
   CUTE_DEVICE int item_of(int i) const {
-    return params_.cluster.item((params_.cluster.rank() << items_log2_) + (i & ((1 << items_log2_) - 1)));
+    return params_.cluster.items[(params_.cluster.rank() << items_log2_) + (i & ((1 << items_log2_) - 1))];
   }
 
   // One of the four of this CTA's i-th item.
