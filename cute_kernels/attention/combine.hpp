@@ -28,6 +28,8 @@ template <class Traits>
 struct Share {
   float4 accumulators[size(ShareLayout<Traits>{})];
   float2 softmax[Traits::kN];  // of a row: the reference of its exponentials, and their sum
+
+  static_assert(1 << kAtomsLog2<Traits> == kAtoms<Traits>);
 };
 
 template <class Traits>

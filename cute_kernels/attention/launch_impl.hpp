@@ -37,7 +37,6 @@ void launch_combine(Params const& params, Config const& config, cudaStream_t str
   int segments = params.batch * params.row_segments.divisor, partials = config.ctas * config.workers + segments;
   int summands_log2 = kMinSummandsLog2;
   while (summands_log2 < kMaxSummandsLog2 && int64_t{2 * segments} << summands_log2 < partials) ++summands_log2;
-  static_assert(1 << kAtomsLog2<Traits> == kAtoms<Traits>);
   int threads = 1 << (matmul::items_of(params.rows).count_log2(kAtomsLog2<Traits>) + summands_log2);
   launch.gridDim = dim3(segments, (threads + kCombineThreads - 1) / kCombineThreads);
   launch.blockDim = dim3(kCombineThreads);

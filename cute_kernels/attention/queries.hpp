@@ -25,7 +25,8 @@ class Queries {
   }
 
   // Channels in the order of the compressed keys; those beyond the last are zeros. With all warps of a worker, by way
-  // of the room for q in its exchange: rows and order are on their way at the same time, and rows come in whole lines.
+  // of the room for q in its exchange: rows and order are on their way at the same time, and a quad asks for
+  // neighbours.
   template <class Fragment>
   CUTE_DEVICE void load(Worker<Traits> const& worker, Exchange<Traits>& exchange, uint8_t const* channel_order,
                         Fragment& tCrB /* ((2,2),MMA_N,MMA_K) */) const {

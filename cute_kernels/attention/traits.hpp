@@ -25,8 +25,7 @@ struct Traits {
   static constexpr int kWorkerWarps = 2;
   static constexpr int kWorkerThreads = 32 * kWorkerWarps;
 
-  static constexpr int kQueryStride =
-      kHeadDim + 8;  // of q's rows in shared memory, so that they are in different banks
+  static constexpr int kQueryStride = kHeadDim + 8;  // of rows of q in shared memory: in different banks
 
   using Keys = matmul::Traits<Role::kKey, Element, kHeadDim, kN>;
   using Values = matmul::Traits<Role::kValue, Element, kHeadDim, kN>;

@@ -39,7 +39,7 @@ struct Segment {
   int kv_head;
   int first_row, rows;  // of its block of query rows
   UnitRange units;      // in the line
-  int window_units;     // the first of them
+  int window_units;     // of them; the first, unless by_segments
   int tokens, window_tokens;
 
   CUTE_DEVICE UnitMap unit_map() const {  // unless by_segments
@@ -87,8 +87,6 @@ class WorkLine {
     if (worker <= params_.workers) piece_begins_[worker] = piece_begin(blockIdx.x * params_.workers + worker);
     __syncthreads();
   }
-
-  CUTE_DEVICE int segments() const { return params_.batch * params_.row_segments.divisor; }
 
   // Of the whole line's pieces; some are empty if there are fewer units.
   CUTE_DEVICE int piece_begin(int piece) const {

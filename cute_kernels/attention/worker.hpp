@@ -90,9 +90,7 @@ class Exchange {
   using Element = typename Traits::Element;
   static constexpr int kRowStride = Traits::kTokens + 8;  // rows in different banks
 
-  static constexpr int kBuffer = cute::max(Traits::kN * kRowStride, Traits::kN* Traits::kQueryStride / 2);
-
-  alignas(16) Element weights_[2][kBuffer];
+  alignas(16) Element weights_[2][Traits::kN * cute::max(kRowStride, Traits::kQueryStride / 2)];
   int raises_[2][Traits::kWorkerWarps];
   float row_numbers_[Traits::kWorkerWarps][Traits::kN];
 

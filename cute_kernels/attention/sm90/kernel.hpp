@@ -47,6 +47,7 @@ class WorkerPipeline {
     reader_.release();
   }
 
+  // Those that only workers with a longer piece use: producers wait until every stage has been released.
   CUTE_DEVICE void pass_empty_turns() {
     CUTE_NO_UNROLL
     for (int turn = 0; turn < empty_turns_; ++turn) next(), release();
