@@ -20,7 +20,9 @@ struct Params : Problem {
   bool window_vectorized;                  // keys of the window and q may be read 16 bytes at a time
   bool window_staged;                      // and producers bring its tokens as they lie; true without a window
   int line_bytes;                          // of shared memory that the line takes
-  Cut cut;                                 // of the line's places, unless ragged; of a segment's tiles if by_segments
+  Cut cut;                                 // of the line's places, unless ragged; of a segment's if by_segments
+  int window_places;                       // of a unit of the window, see cut.hpp
+  int longest;                             // piece, in units at most; unless ragged
   cutlass::FastDivmod pieces;              // of the line, or of a segment if by_segments
   cutlass::FastDivmod units_per_segment;   // unless ragged
   cutlass::FastDivmod places_per_segment;  // unless ragged

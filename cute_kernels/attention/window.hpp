@@ -72,28 +72,42 @@ class WindowUnit {
         last_channel = params_.values.head_dim - 1;
     MMA_Atom<matmul::MmaOp<Element>> mma;
     uint8_t const* channels = channel_order + 16 * part_ * Traits::kOwnChannelBlocks + row;
+    // Tokens lie as far apart as banks repeat: the lanes of a quad, which have a token each, begin with different
+    // channels. In plain kernels only: the others have no room for it in the code that a launch fetches ahead.
+    int turns = Traits::kPlain ? lane_ % kChannels : 0;
     CUTE_UNROLL
     for (int round = 0; round < Traits::kOwnChannelBlocks; round += kRound) {
       ptx::compiler_fence();  // or more loads come first than registers suffice for
       Tensor tCrA = make_tensor<Element>(
           Shape<Shape<_2, _2, _2>, Int<kRound>, Int<Traits::kWorkerWarps>>{});  // (MMA,MMA_M,token blocks)
       Tensor words = recast<uint32_t>(tCrA);                                    // pairs of tokens
-      int channel[2 * kRound];
+      int channel[kChannels];
       CUTE_UNROLL
-      for (int i = 0; i < 2 * kRound; ++i)  // those beyond the last are not stored
-        channel[i] = min(static_cast<int>(channels[16 * round + 8 * i]), last_channel);
+      for (int i = 0; i < kChannels; ++i)  // those beyond the last are not stored
+        channel[i] = min(static_cast<int>(channels[16 * round + 8 * ((i + turns) % kChannels)]), last_channel);
       CUTE_UNROLL
       for (int pair = 0; pair < 2 * Traits::kWorkerWarps; ++pair) {
         // A weight of 0 must not meet whatever lies where there is no token: zeros take its place.
         int token = format::position_of_column(8 * pair) + column, next = token + format::position_of_column(1);
         int low = min(token, last_token), high = min(next, last_token);
         uint32_t exists = (token < tokens_ ? 0xffffu : 0) | (next < tokens_ ? 0xffff0000u : 0);
+        uint32_t loaded[kChannels];
         CUTE_UNROLL
-        for (int i = 0; i < 2 * kRound; ++i)
-          words(i % 2 + 2 * (pair % 2), i / 2, pair / 2) =
-              (bits(values.data[low * values.stride + channel[i]]) |
-               bits(values.data[high * values.stride + channel[i]]) << 16) &
-              exists;
+        for (int i = 0; i < kChannels; ++i)
+          loaded[i] = (bits(values.data[low * values.stride + channel[i]]) |
+                       bits(values.data[high * values.stride + channel[i]]) << 16) &
+                      exists;
+        CUTE_UNROLL
+        for (int bit = 1; bit < kChannels; bit *= 2) {  // back to their places
+          uint32_t before[kChannels];
+          CUTE_UNROLL
+          for (int i = 0; i < kChannels; ++i) before[i] = loaded[i];
+          CUTE_UNROLL
+          for (int i = 0; i < kChannels; ++i)
+            if (turns & bit) loaded[i] = before[(i + kChannels - bit) % kChannels];
+        }
+        CUTE_UNROLL
+        for (int i = 0; i < kChannels; ++i) words(i % 2 + 2 * (pair % 2), i / 2, pair / 2) = loaded[i];
       }
       CUTE_UNROLL
       for (int m = 0; m < kRound; ++m) {
@@ -110,6 +124,7 @@ class WindowUnit {
  private:
   using Element = typename Traits::Element;
   static constexpr int kRound = Traits::kHeadDim < format::kMaxHeadDim ? 2 : 1;  // by registers: blocks of 16 channels
+  static constexpr int kChannels = 2 * kRound;                                   // of a lane in a round
 
   Params const& params_;
   Segment const& segment_;

@@ -107,10 +107,7 @@ class WorkLine {
   }
 
   // Units of any piece at most.
-  CUTE_DEVICE int longest() const {
-    Cut cut = cut_of_line();
-    return cut.longest() + (params_.by_segments ? segment_cut().window_units_before(1) : 0);
-  }
+  CUTE_DEVICE int longest() const { return ragged() ? ragged_cut()->longest() : params_.longest; }
 
   // Unless by_segments: of the whole line's, the piece that has a unit of a segment.
   CUTE_DEVICE int piece_with(Segment const& segment, int unit) const {
@@ -170,7 +167,8 @@ class WorkLine {
   CUTE_DEVICE int place_of_piece(int piece) const { return cut_of_line().begin(piece, params_.pieces); }
 
   CUTE_DEVICE SegmentCut segment_cut() const {
-    return {params_.pieces, params_.cut, static_cast<int>(window_units_of(params_.window.tokens))};
+    return {params_.pieces, params_.cut, static_cast<int>(window_units_of(params_.window.tokens)),
+            params_.window_places};
   }
 
   // If ragged: the row at a place of a line that has one segment of every row, each with some places of its own.

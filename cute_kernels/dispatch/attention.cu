@@ -97,9 +97,10 @@ void run(attention::Problem const& problem, Workspace const& workspace, std::str
 
   int64_t segments = int64_t{problem.batch} * keys.kv_heads * rows.blocks;
   int64_t units_each = attention::units_of(keys.tokens, problem.window.tokens), units = segments * units_each;
-  int64_t tiles_each = attention::tiles_of(keys.tokens), places_each = units_each + attention::kSegmentPlaces,
-          places = segments * places_each;
+  int64_t places_each = units_each + attention::kSegmentPlaces, places = segments * places_each;
   check_sizes(problem, places);
+  int tiles = static_cast<int>(attention::tiles_of(keys.tokens));
+  int window_units = static_cast<int>(attention::window_units_of(problem.window.tokens));
   params.units_per_segment = cutlass::FastDivmod(static_cast<int>(units_each));
   params.places_per_segment = cutlass::FastDivmod(static_cast<int>(places_each));
   params.row_segments = cutlass::FastDivmod(keys.kv_heads * rows.blocks);
@@ -120,14 +121,17 @@ void run(attention::Problem const& problem, Workspace const& workspace, std::str
                           attention::kStageOrders * attention::kOrderBytes, 0, units);
   if (problem.num_splits > 0)
     plan.config.ctas = static_cast<int>(std::min<int64_t>(plan.config.ctas, problem.num_splits * segments));
-  else if (limits.joins_segments && !params.ragged && tiles_each > 0)
-    cut_by_segments(device, static_cast<int>(segments), static_cast<int>(tiles_each), plan.config);
+  else if (limits.joins_segments && !params.ragged && tiles > 0)
+    cut_by_segments(device, static_cast<int>(segments), tiles, plan.config);
   params.by_segments = plan.config.segment_pieces > 0;
   params.workers = plan.config.workers;
   int pieces = params.by_segments ? plan.config.segment_pieces : plan.config.ctas * plan.config.workers;
   params.pieces = cutlass::FastDivmod(pieces);
-  params.cut.all = static_cast<int>(params.by_segments ? tiles_each : places);
+  params.window_places = params.by_segments ? attention::window_places(tiles, window_units, pieces) : 0;
+  params.cut.all = params.by_segments ? tiles + params.window_places * window_units : static_cast<int>(places);
   params.pieces(params.cut.piece, params.cut.spare, params.cut.all);
+  attention::SegmentCut segment_cut{params.pieces, params.cut, window_units, params.window_places};
+  params.longest = params.by_segments ? segment_cut.longest() : params.cut.longest();
   params.stages = plan.stages;
   if (!params.by_segments)
     params.partials = workspace((pieces + segments) * attention::partial_bytes(rows.n, keys.padded_head_dim));

@@ -19,11 +19,11 @@ void check_cut(int all, int pieces) {
   }
 }
 
-// `begin`: of the segment's units in the line.
-void check_segment(int tiles, int window_units, int pieces, int begin) {
-  Cut cut = make_cut(tiles, pieces);
+// `begin`: of the segment's units in the line. window_places: tiles that a unit of the window counts as.
+void check_segment(int tiles, int window_units, int window_places, int pieces, int begin) {
+  Cut cut = make_cut(tiles + window_places * window_units, pieces);
   cutlass::FastDivmod divisor(pieces);
-  SegmentCut segment{divisor, cut, window_units};
+  SegmentCut segment{divisor, cut, window_units, window_places};
   std::vector<int> tile_seen(tiles), window_seen(window_units);
   int longest_window = (window_units + pieces - 1) / pieces;
   check(segment.window_units_before(1) == longest_window, "the first piece has most of the window", window_units,
@@ -40,8 +40,9 @@ void check_segment(int tiles, int window_units, int pieces, int begin) {
       windows += in_window;
     }
     check(windows == 0 || windows >= window_units / pieces, "the window is spread", windows, i);
-    check(windows <= longest_window && end - first - windows <= cut.longest(), "no piece has more", i, end - first);
-    check(end - first - windows > 0, "every piece has tiles", i, tiles, pieces);
+    int tiles_here = end - first - windows, places = tiles_here + window_places * windows;
+    check(windows <= longest_window && places >= cut.piece && places <= cut.longest(), "as even as can be", i, places);
+    check(tiles_here > 0 && end - first <= segment.longest(), "every piece has tiles, none too many", i, tiles, pieces);
   }
   for (int seen : tile_seen) check(seen == 1, "every tile once", seen, tiles, pieces);
   for (int seen : window_seen) check(seen == 1, "every unit of the window once", seen, window_units, pieces);
@@ -53,7 +54,9 @@ int main() {
   for (int i = 0; i < 1000; ++i) {
     check_cut(draw(0, 2000), draw(1, 1100));
     int pieces = draw(1, 64);
-    check_segment(pieces + draw(0, 300), draw(0, 3) ? draw(0, 8) : draw(0, 200), pieces, draw(0, 1000));
+    int tiles = pieces + draw(0, 300), window_units = draw(0, 3) ? draw(0, 8) : draw(0, 200), begin = draw(0, 1000);
+    for (int places : {0, window_places(tiles, window_units, pieces)})
+      check_segment(tiles, window_units, places, pieces, begin);
   }
   return report();
 }

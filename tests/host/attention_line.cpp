@@ -32,6 +32,7 @@ void check_line(const Case& c, const std::vector<int>& lengths, const std::vecto
   params.row_segments = divisor(c.heads), params.row_blocks = divisor(1), params.pieces = divisor(pieces);
   params.cut.all = segments * (units_each + kSegmentPlaces);
   params.pieces(params.cut.piece, params.cut.spare, params.cut.all);
+  params.longest = params.cut.longest();
 
   std::vector<int> shared(line_bytes(c.ragged, c.batch) / sizeof(int));
   int all_units = segments * units_each;
