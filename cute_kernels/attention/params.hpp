@@ -22,7 +22,7 @@ struct Params : Problem {
   int line_bytes;                          // of shared memory that the line takes
   Cut cut;                                 // of the line's places, unless ragged; of a segment's if by_segments
   int window_places;                       // of a unit of the window, see cut.hpp
-  int longest;                             // piece, in units at most; unless ragged
+  int longest;                             // units of any piece at most, unless ragged
   cutlass::FastDivmod pieces;              // of the line, or of a segment if by_segments
   cutlass::FastDivmod units_per_segment;   // unless ragged
   cutlass::FastDivmod places_per_segment;  // unless ragged
