@@ -3,41 +3,34 @@
 
 #include <type_traits>
 
-#include "cute_kernels/attention/traits.hpp"
-#include "cute_kernels/attention/work.hpp"
-#include "cute_kernels/common/ptx.hpp"
+#include "cute_kernels/attention/stage.hpp"
+#include "cute_kernels/attention/worker.hpp"
+#include "cute_kernels/matmul/decompress.hpp"
 
 namespace cute_kernels::attention {
 
-// Of a lane's streams in a tile's block of values.
+// A lane's column of a tile's block of values.
 template <class Traits>
-struct ValueStreams {
+struct ValueColumn {
   static constexpr int kBitmapRows = format::bitmap_rows(Traits::kHeadDim);
   uint32_t* words;
   uint16_t* values;
 
-  CUTE_DEVICE explicit ValueStreams(uint8_t* block)
+  CUTE_DEVICE explicit ValueColumn(uint8_t* block)
       : words(reinterpret_cast<uint32_t*>(block) + threadIdx.x % 32),
         values(reinterpret_cast<uint16_t*>(words + kBitmapRows * format::kLanes)) {}
 
   // Whether any value is infinity or NaN.
   CUTE_DEVICE bool has_nonfinite() const {
-    constexpr uint16_t kExponent = std::is_same_v<typename Traits::Element, half_t> ? 0x7c00 : 0x7f80;
-    constexpr uint32_t kFirst = format::stream_bits(0);
-    int count[2] = {0, 0};
-#pragma unroll 2
-    for (int row = 0; row < kBitmapRows; ++row) {
-      uint32_t word = words[row * format::kLanes];
-      count[0] += __popc(word & kFirst), count[1] += __popc(word & ~kFirst);
-    }
-    bool found = false;
+    constexpr bool kHalf = std::is_same_v<typename Traits::Element, half_t>;
+    constexpr uint32_t kExponents = kHalf ? 0x7c007c00 : 0x7f807f80, kLowestBits = kHalf ? 0x04000400 : 0x00800080;
+    uint32_t column = cast_smem_ptr_to_uint(words), carried = 0;  // out of an exponent that is all ones
+    matmul::StreamCursor last = matmul::first_values_of_part<Traits::kHeadDim, 2>(column, 2);  // behind both parts
 #pragma unroll 4
-    for (int at = 0; at < max(count[0], count[1]); ++at) {
-      uint32_t pair = words[(kBitmapRows + at) * format::kLanes];
-      found |= at < count[0] && (pair & kExponent) == kExponent;
-      found |= at < count[1] && (pair >> 16 & kExponent) == kExponent;
-    }
-    return found;
+    for (uint32_t at = column + kBitmapRows * format::kRowBytes; at <= max(last.low, last.high);
+         at += format::kRowBytes)
+      carried |= (ptx::load_shared_u32(at) & kExponents) + kLowestBits;  // a shorter stream is filled with zeros
+    return carried & 0x80008000;
   }
 
   // Those of tokens from `tokens` on become zeros.
@@ -55,11 +48,13 @@ struct ValueStreams {
 };
 
 // Makes zeros of a tile's values whose tokens do not count, so that they cannot meet a weight of 0 as infinity or NaN.
-// Where all values are finite, as nearly always, nothing has to be done; to see that takes far less time.
+// Where all values are finite, as nearly always, nothing has to be done; to see that takes far less time. With all
+// warps of a worker.
 template <class Traits>
-CUTE_DEVICE void erase_values(uint8_t* block, uint8_t const* token_order, int tokens) {
-  ValueStreams<Traits> streams(block);
-  if (__any_sync(~0u, streams.has_nonfinite())) streams.erase(token_order, tokens);
+CUTE_DEVICE void erase_values(Worker<Traits> const& worker, Stage const& stage, int tokens) {
+  ValueColumn<Traits> column(stage.block);
+  if (worker.part == 0 && __any_sync(~0u, column.has_nonfinite())) column.erase(stage.token_order, tokens);
+  worker.sync();
 }
 
 }  // namespace cute_kernels::attention

@@ -11,12 +11,6 @@
 
 namespace cute_kernels::attention {
 
-template <class Fragment>
-CUTE_DEVICE void scale_logits(Fragment& tCrS, float scale) {
-  CUTE_UNROLL
-  for (int i = 0; i < size(tCrS); ++i) tCrS(i) *= scale;
-}
-
 template <class Traits>
 CUTE_DEVICE auto make_logits() {  // (MMA,own MMA_M,MMA_N)
   return partition_fragment_C(typename Traits::TiledMma{}, Shape<Int<16 * Traits::kOwnTokenBlocks>, Int<Traits::kN>>{});
@@ -29,7 +23,7 @@ CUTE_DEVICE void attend_window(Params const& params, Segment const& segment, int
   WindowUnit<Traits> window(params, segment, index, part);
   window.multiply_keys(pipeline.next(), tCrS);
   pipeline.release();
-  scale_logits(tCrS, params.scale_log2);
+  softmax.to_exponents(tCrS, params.scale_log2);
   Visibility::mask<Traits>(tCrS, part, Visibility(params, segment).template limits<Traits>(true),
                            [&](int position) { return window.token(position); });
   softmax.weigh(tCrS, TokenOrders{}, tCrP, tCrO);
@@ -90,22 +84,19 @@ CUTE_DEVICE void attend(Params const& params, WorkLine<Traits> const& line, Unit
       clear(tCrS);
       matmul::multiply_tile_part<typename Traits::Keys, Traits::kWorkerWarps>(cast_smem_ptr_to_uint(keys.block),
                                                                               worker.part, tCrQ, tCrS);
-      scale_logits(tCrS, params.scale_log2);
+      softmax.to_exponents(tCrS, params.scale_log2);
       if (first_token + kUnitTokens > seen_by_all) {
         ptx::keep_branch();
         Visibility::mask<Traits>(tCrS, worker.part, limits,
                                  [&](int position) { return first_token + keys.token_order[position]; });
       }
-      bool own_orders = !Traits::kPlain && params.own_orders;
+      bool own_orders = Traits::kOwnOrders && params.own_orders;
       softmax.weigh(tCrS, own_orders ? TokenOrders{keys.token_order, keys.value_order} : TokenOrders{}, tCrP, tCrO);
-      pipeline.release();
+      pipeline.release(!own_orders);
 
       Stage values = pipeline.next();
       bool erases = !Traits::kPlain && params.erases && first_token + kUnitTokens > tokens;
-      if (erases) {
-        if (worker.part == 0) erase_values<Traits>(values.block, values.token_order, tokens - first_token);
-        worker.sync();
-      }
+      if (erases) erase_values<Traits>(worker, values, tokens - first_token);
       matmul::multiply_tile_part<typename Traits::Values, Traits::kWorkerWarps>(cast_smem_ptr_to_uint(values.block),
                                                                                 worker.part, tCrP, tCrO);
       pipeline.release();

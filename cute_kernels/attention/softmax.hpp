@@ -3,9 +3,9 @@
 // Accumulators are S^T: tokens along M, query rows along N. A lane holds tokens lane / 4 (+ 8) of every 16 and rows
 // 2 (lane % 4) + {0, 1} of every 8, the same rows of O^T: scaling O^T needs no exchange.
 //
-// Exponentials are taken relative to a reference for each row, the same in all of the worker's warps. It need not be
-// the largest logit: it is raised only when a logit exceeds it by more than kSlack, as in FlashAttention-4, so that
-// nearly all tiles pass without a reduction over their tokens.
+// Weights are 2 to the power of a logit less a reference for each row, the same in all of the worker's warps. It need
+// not be the largest logit: it is raised only when a logit exceeds it by more than kSlack, as in FlashAttention-4, so
+// that nearly all tiles pass without a reduction over their tokens.
 #pragma once
 
 #include <cutlass/numeric_conversion.h>
@@ -33,28 +33,28 @@ class OnlineSoftmax {
 
   CUTE_DEVICE void reset() {
     CUTE_UNROLL
-    for (int i = 0; i < kRows; ++i) reference_[i] = -INFINITY, sum_[i] = 0;
+    for (int i = 0; i < kRows; ++i) limit_[i] = -INFINITY, reference_[i] = sum_[i] = 0;
   }
 
-  // Takes this warp's part of a tile's logits, times log2 e; returns the whole tile's weights as B fragments.
+  // The exponents of weights in place of this warp's part of a tile's logits. scale_log2: the scale times log2 e.
+  template <class FragmentS>
+  CUTE_DEVICE void to_exponents(FragmentS& tCrS /* ((2,2),own MMA_M,MMA_N) */, float scale_log2) const {
+    CUTE_UNROLL
+    for (int i = 0; i < kRows; ++i) for_logits(tCrS, i, [&](float& s) { s = fmaf(s, scale_log2, -reference_[i]); });
+  }
+
+  // Takes this warp's exponents, -infinity for tokens that do not count; returns the tile's weights as B fragments.
   template <class FragmentS, class FragmentP, class FragmentO>
-  CUTE_DEVICE void weigh(FragmentS const& tCrS /* ((2,2),own MMA_M,MMA_N) */, TokenOrders const& orders,
+  CUTE_DEVICE void weigh(FragmentS& tCrS /* ((2,2),own MMA_M,MMA_N) */, TokenOrders const& orders,
                          FragmentP& tCrP /* ((2,2),MMA_N,MMA_K) */, FragmentO& tCrO /* ((2,2),own MMA_M,MMA_N) */) {
     bool raise = false;
     CUTE_UNROLL
-    for (int i = 0; i < kRows; ++i) {
-      CUTE_UNROLL
-      for (int m = 0; m < size<1>(tCrS); ++m) {
-        CUTE_UNROLL
-        for (int j = 0; j < 2; ++j) raise |= tCrS(make_coord(i % 2, j), m, i / 2) > reference_[i] + kSlack;
-      }
-    }
+    for (int i = 0; i < kRows; ++i) for_logits(tCrS, i, [&](float s) { raise |= s > limit_[i]; });
     float sum[kRows];
-    publish(tCrS, orders, __any_sync(~0u, raise), sum);
-    worker_.sync();
-    if (exchange_.raises(buffer_)) {
+    publish(tCrS, orders, sum);
+    if (worker_.sync_any(raise)) {
       raise_reference(tCrS, tCrO);
-      publish(tCrS, orders, false, sum);
+      publish(tCrS, orders, sum);
       worker_.sync();
     }
     CUTE_UNROLL
@@ -74,17 +74,29 @@ class OnlineSoftmax {
     worker_.sync();  // all have read
   }
 
-  CUTE_DEVICE float reference(int i) const { return reference_[i]; }
+  // -infinity where nothing has been seen.
+  CUTE_DEVICE float reference(int i) const { return limit_[i] == -INFINITY ? -INFINITY : reference_[i]; }
   CUTE_DEVICE float sum(int i) const { return sum_[i]; }
 
  private:
   Worker<Traits> const& worker_;
   Exchange<Traits>& exchange_;
   int buffer_ = 0;
-  float reference_[kRows], sum_[kRows];  // of rows 8 n + 2 (lane % 4) + {0, 1}; sums of this lane's tokens
+  // Of rows 8 n + 2 (lane % 4) + {0, 1}. An exponent above its limit, which is -infinity until one has been seen,
+  // raises the reference; sums are of this lane's tokens.
+  float reference_[kRows], limit_[kRows], sum_[kRows];
+
+  template <class FragmentS, class F>
+  CUTE_DEVICE static void for_logits(FragmentS& tCrS, int row, F&& f) {
+    CUTE_UNROLL
+    for (int m = 0; m < size<1>(tCrS); ++m) {
+      CUTE_UNROLL
+      for (int j = 0; j < 2; ++j) f(tCrS(make_coord(row % 2, j), m, row / 2));
+    }
+  }
 
   template <class FragmentS>
-  CUTE_DEVICE void publish(FragmentS const& tCrS, TokenOrders const& orders, bool raise, float (&sum)[kRows]) {
+  CUTE_DEVICE void publish(FragmentS const& tCrS, TokenOrders const& orders, float (&sum)[kRows]) {
     using Element = typename Traits::Element;
     Tensor tCrP = make_tensor<Element>(
         Shape<Shape<_2, _2>, Int<Traits::kRowBlocks>, Int<Traits::kOwnTokenBlocks>>{});  // ((2,2),MMA_N,own MMA_K)
@@ -92,7 +104,6 @@ class OnlineSoftmax {
     CUTE_STATIC_ASSERT_V(size<2>(tCrP) == size<1>(tCrS));
     CUTE_UNROLL
     for (int n = 0; n < Traits::kRowBlocks; ++n) {
-      float reference[2] = {finite_reference(reference_[2 * n]), finite_reference(reference_[2 * n + 1])};
       sum[2 * n] = sum[2 * n + 1] = 0;
       CUTE_UNROLL
       for (int m = 0; m < size<1>(tCrS); ++m) {
@@ -101,7 +112,7 @@ class OnlineSoftmax {
           cutlass::Array<float, 2> p;
           CUTE_UNROLL
           for (int i = 0; i < 2; ++i) {
-            p[i] = ptx::exp2_approximate(tCrS(make_coord(i, j), m, n) - reference[i]);
+            p[i] = ptx::exp2_approximate(tCrS(make_coord(i, j), m, n));
             sum[2 * n + i] += p[i];
           }
           cutlass::Array<Element, 2> packed = cutlass::NumericArrayConverter<Element, float, 2>{}(p);
@@ -113,21 +124,17 @@ class OnlineSoftmax {
         pairs(1, n, m) = ptx::permute_bytes(low, high, 0x7632);
       }
     }
-    exchange_.publish(worker_, buffer_, orders, raise, tCrP);
+    exchange_.publish(worker_, buffer_, orders, tCrP);
   }
 
-  // Brings references to the largest logits seen, and sums and O^T to the references.
+  // Brings references to the largest logits seen, and exponents, sums and O^T to the references.
   template <class FragmentS, class FragmentO>
-  CUTE_DEVICE void raise_reference(FragmentS const& tCrS, FragmentO& tCrO) {
-    float largest[kRows];
+  CUTE_DEVICE void raise_reference(FragmentS& tCrS, FragmentO& tCrO) {
+    float largest[kRows];  // exponents
     CUTE_UNROLL
     for (int i = 0; i < kRows; ++i) {
-      largest[i] = reference_[i];
-      CUTE_UNROLL
-      for (int m = 0; m < size<1>(tCrS); ++m) {
-        CUTE_UNROLL
-        for (int j = 0; j < 2; ++j) largest[i] = fmaxf(largest[i], tCrS(make_coord(i % 2, j), m, i / 2));
-      }
+      largest[i] = fminf(limit_[i], 0);
+      for_logits(tCrS, i, [&](float s) { largest[i] = fmaxf(largest[i], s); });
       CUTE_UNROLL
       for (int lanes = 4; lanes < 32; lanes *= 2)
         largest[i] = fmaxf(largest[i], __shfl_xor_sync(~0u, largest[i], lanes));
@@ -135,8 +142,11 @@ class OnlineSoftmax {
     share_numbers(largest, [](float a, float b) { return fmaxf(a, b); });
     CUTE_UNROLL
     for (int i = 0; i < kRows; ++i) {
-      float factor = ptx::exp2_approximate(reference_[i] - finite_reference(largest[i]));
-      reference_[i] = largest[i];
+      float rise = finite_reference(largest[i]);
+      float factor = ptx::exp2_approximate(-fmaxf(rise, 0));  // the first may be below 0, where there is no sum yet
+      if (largest[i] > -INFINITY) limit_[i] = kSlack;
+      reference_[i] += rise;
+      for_logits(tCrS, i, [&](float& s) { s -= rise; });
       sum_[i] *= factor;
       CUTE_UNROLL
       for (int m = 0; m < size<1>(tCrO); ++m) {

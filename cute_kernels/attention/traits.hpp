@@ -13,13 +13,15 @@ using namespace cute;
 using format::Role;
 
 // Plain calls are those of caches as compress_kv makes them, all of which counts (`Params::plain`). Kernels that know
-// it do without what pages, lengths and orders of their own need, which is a fifth of the code.
-template <class Element_, int kHeadDim_, int kN_, bool kPlain_ = false>
+// it do without what pages, lengths and orders of their own need, which is a fifth of the code; others do at least
+// without the last (`Params::own_orders`).
+template <class Element_, int kHeadDim_, int kN_, bool kPlain_ = false, bool kOwnOrders_ = !kPlain_>
 struct Traits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kN = kN_;  // query rows
-  static constexpr bool kPlain = kPlain_;
+  static constexpr bool kPlain = kPlain_, kOwnOrders = kOwnOrders_;
+  static_assert(!(kPlain && kOwnOrders));
   static constexpr int kRowBlocks = kN / 8;
   static constexpr int kTokens = format::kTileTokens;
   static constexpr int kWorkerWarps = 2;
@@ -42,5 +44,7 @@ struct Traits {
 
 template <class T>
 using PlainTraits = Traits<typename T::Element, T::kHeadDim, T::kN, true>;
+template <class T>
+using OneOrderTraits = Traits<typename T::Element, T::kHeadDim, T::kN, false, false>;
 
 }  // namespace cute_kernels::attention

@@ -73,8 +73,8 @@ class WindowUnit {
     MMA_Atom<matmul::MmaOp<Element>> mma;
     uint8_t const* channels = channel_order + 16 * part_ * Traits::kOwnChannelBlocks + row;
     // Tokens lie as far apart as banks repeat: the lanes of a quad, which have a token each, begin with different
-    // channels. In plain kernels only: the others have no room for it in the code that a launch fetches ahead.
-    int turns = Traits::kPlain ? lane_ % kChannels : 0;
+    // channels. Kernels for orders of their own have no room for it in the code that a launch fetches ahead.
+    int turns = Traits::kOwnOrders ? 0 : lane_ % kChannels;
     CUTE_UNROLL
     for (int round = 0; round < Traits::kOwnChannelBlocks; round += kRound) {
       ptx::compiler_fence();  // or more loads come first than registers suffice for

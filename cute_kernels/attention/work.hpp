@@ -16,7 +16,7 @@ namespace cute_kernels::attention {
 
 inline constexpr int kUnitTokens = format::kTileTokens;
 inline constexpr int kWindowUnitTokens = 32;  // dense ones
-inline constexpr int kSegmentPlaces = 2;      // measured, see profiling/NOTES.md
+inline constexpr int kSegmentPlaces = 3;      // measured, see profiling/NOTES.md
 inline constexpr int kMaxWorkers = 14;        // by the barriers of a CTA: 0 and 15 are those of all
 
 // Of a segment.

@@ -15,6 +15,10 @@ struct Worker {
 
   CUTE_DEVICE explicit Worker(int warp) : index(warp / Traits::kWorkerWarps), part(warp % Traits::kWorkerWarps) {}
   CUTE_DEVICE void sync() const { ptx::named_barrier(kFirstWorkerBarrier + index, Traits::kWorkerThreads); }
+  // And learns whether it holds for any of the worker's threads.
+  CUTE_DEVICE bool sync_any(bool holds) const {
+    return ptx::named_barrier_any(kFirstWorkerBarrier + index, Traits::kWorkerThreads, holds);
+  }
 };
 
 // The token orders of a pair of caches that were not compressed together; null if they share theirs.
@@ -26,12 +30,10 @@ struct TokenOrders {
 template <class Traits>
 class Exchange {
  public:
-  // This warp's weights, as B fragments; raise: its logits call for a larger reference.
+  // This warp's weights, as B fragments.
   template <class Fragment>
-  CUTE_DEVICE void publish(Worker<Traits> const& worker, int buffer, TokenOrders const& orders, bool raise,
+  CUTE_DEVICE void publish(Worker<Traits> const& worker, int buffer, TokenOrders const& orders,
                            Fragment const& tCrP /* ((2,2),N/8,own token blocks) */) {
-    int lane = threadIdx.x % 32;
-    if (lane == 0) raises_[buffer][worker.part] = raise;
     if (orders.keys) {
       for_tokens(tCrP, worker.part * Traits::kOwnTokenBlocks, orders.keys,
                  [&](auto v, int n, int k, int at) { weights_[buffer][at] = tCrP(v, n, k); });
@@ -40,27 +42,14 @@ class Exchange {
     Tensor pairs = recast<uint32_t>(tCrP);  // (2,N/8,own token blocks)
     CUTE_UNROLL
     for (int n = 0; n < Traits::kRowBlocks; ++n) {
-      if constexpr (Traits::kOwnTokenBlocks == 1) {
-        auto* to = reinterpret_cast<uint2*>(vector(buffer, n, worker.part / 2));
-        to[worker.part % 2] = make_uint2(pairs(0, n, 0), pairs(1, n, 0));
-      } else {
-        CUTE_UNROLL
-        for (int k = 0; k < Traits::kOwnTokenBlocks; k += 2)
-          *vector(buffer, n, (worker.part * Traits::kOwnTokenBlocks + k) / 2) =
-              make_uint4(pairs(0, n, k), pairs(1, n, k), pairs(0, n, k + 1), pairs(1, n, k + 1));
-      }
+      CUTE_UNROLL
+      for (int k = 0; k < Traits::kOwnTokenBlocks; k += 2)
+        *vector(buffer, n, (worker.part * Traits::kOwnTokenBlocks + k) / 2) =
+            make_uint4(pairs(0, n, k), pairs(1, n, k), pairs(0, n, k + 1), pairs(1, n, k + 1));
     }
   }
 
-  // Whether any warp called for it. After a meeting of the warps.
-  CUTE_DEVICE bool raises(int buffer) const {
-    int any = 0;
-    CUTE_UNROLL
-    for (int warp = 0; warp < Traits::kWorkerWarps; ++warp) any |= raises_[buffer][warp];
-    return any;
-  }
-
-  // All warps' weights.
+  // All warps' weights. After a meeting of the warps.
   template <class Fragment>
   CUTE_DEVICE void collect(int buffer, TokenOrders const& orders, Fragment& tCrP /* ((2,2),N/8,token blocks) */) {
     if (orders.keys) {
@@ -89,9 +78,9 @@ class Exchange {
  private:
   using Element = typename Traits::Element;
   static constexpr int kRowStride = Traits::kTokens + 8;  // rows in different banks
+  static_assert(Traits::kOwnTokenBlocks % 2 == 0, "whole vectors");
 
   alignas(16) Element weights_[2][Traits::kN * cute::max(kRowStride, Traits::kQueryStride / 2)];
-  int raises_[2][Traits::kWorkerWarps];
   float row_numbers_[Traits::kWorkerWarps][Traits::kN];
 
   // A lane's registers of two blocks of 16 tokens.

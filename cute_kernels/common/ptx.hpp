@@ -107,6 +107,22 @@ CUTE_DEVICE void named_barrier(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
+// The same, and tells whether any of them says so.
+CUTE_DEVICE bool named_barrier_any(int barrier, int threads, bool says_so) {
+  int any;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.s32 p, %3, 0;\n"
+      "bar.red.or.pred p, %1, %2, p;\n"
+      "selp.s32 %0, 1, 0, p;\n"
+      "}"
+      : "=r"(any)
+      : "r"(barrier), "r"(threads), "r"(static_cast<int>(says_so))
+      : "memory");
+  return any;
+}
+
 // L2 policy of data that is read once.
 CUTE_DEVICE uint64_t evict_first_policy() {
   uint64_t policy;

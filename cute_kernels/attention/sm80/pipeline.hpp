@@ -40,8 +40,8 @@ class WorkerPipeline {
     return stage;
   }
 
-  // The stage has been read; the fetch after next fills it.
-  CUTE_DEVICE void release() {}
+  // The stage has been read; the fetch after next fills it, when the worker's warps have met.
+  CUTE_DEVICE void release(bool = false) {}
 
  private:
   static constexpr int kCopyBytes = 16;

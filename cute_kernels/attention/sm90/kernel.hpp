@@ -42,8 +42,10 @@ class WorkerPipeline {
 
   CUTE_DEVICE Stage next() { return {params_.stages, reader_.wait()}; }
 
-  CUTE_DEVICE void release() {
-    cutlass::arch::fence_view_async_shared();  // the copy that fills the stage next must overtake nothing
+  // loads_used: all that was loaded from the stage, before a meeting of the worker's warps. Else the copy that fills it
+  // next must be kept from overtaking loads.
+  CUTE_DEVICE void release(bool loads_used = false) {
+    if (!loads_used) cutlass::arch::fence_view_async_shared();
     reader_.release();
   }
 

@@ -27,7 +27,9 @@ template <int kHeadDim>
 void launch(Params const& params, Config const& config, cudaStream_t stream) {
   visit_traits<kHeadDim>(params.keys.dtype, config.n, [&](auto traits) {
     using T = decltype(traits);
-    auto* kernel = params.plain ? attention_kernel<PlainTraits<T>> : attention_kernel<T>;
+    auto* kernel = params.plain        ? attention_kernel<PlainTraits<T>>
+                   : params.own_orders ? attention_kernel<T>
+                                       : attention_kernel<OneOrderTraits<T>>;
     RingParams ring_params{};
     static_cast<Params&>(ring_params) = params;
     ring_params.ring = matmul::sm90::ring_shape(params.stages, config);

@@ -60,7 +60,7 @@ struct Slot {
       return ptx::bulk_copy(stage.block, from, bytes, &full, policy);
     }
     bool own_order = !is_value || (!Traits::kPlain && params.erases);
-    bool value_order = !Traits::kPlain && !is_value && params.own_orders;
+    bool value_order = Traits::kOwnOrders && !is_value && params.own_orders;
     int bytes = rows * format::kRowBytes;
     full.arrive_and_expect_tx(bytes + (own_order + value_order) * kOrderBytes);
     format::SparseView const& view = is_value ? params.values : params.keys;
