@@ -1,6 +1,6 @@
 // The line of work: units, segment after segment, cut into equal pieces, one a worker. A segment takes time of its own,
-// which counts as kSegmentPlaces units before its first: some workers would have many short ones, or two in place of
-// one. So a line has places, those of segments and those of units, of which a piece has consecutive ones.
+// which counts as some units before its first: some workers would have many short ones, or two in place of one. So a
+// line has places, those of segments and those of units, of which a piece has consecutive ones.
 //
 // Or, where that is about as even, every segment is cut into as many pieces (`Params::by_segments`), so that a cluster
 // has all of them; its window is spread over them.
@@ -16,8 +16,11 @@ namespace cute_kernels::attention {
 
 inline constexpr int kUnitTokens = format::kTileTokens;
 inline constexpr int kWindowUnitTokens = 32;  // dense ones
-inline constexpr int kSegmentPlaces = 3;      // measured, see profiling/NOTES.md
 inline constexpr int kMaxWorkers = 14;        // by the barriers of a CTA: 0 and 15 are those of all
+
+// Of a segment, beside its units'. More where lengths are on the device: they end within a tile, which takes longer.
+// Measured, see profiling/NOTES.md.
+CUTE_HOST_DEVICE constexpr int segment_places(bool ragged) { return ragged ? 3 : 2; }
 
 // Of a segment.
 CUTE_HOST_DEVICE constexpr int64_t window_units_of(int64_t tokens) {
@@ -111,7 +114,7 @@ class WorkLine {
 
   // Unless by_segments: of the whole line's, the piece that has a unit of a segment.
   CUTE_DEVICE int piece_with(Segment const& segment, int unit) const {
-    int place = first_place(segment) + kSegmentPlaces + unit - segment.units.begin;
+    int place = unit + segment_places(ragged()) * (segment.index + 1);
     float share = static_cast<float>(place) / static_cast<float>(cut_of_line().all);
     int piece = max(0, static_cast<int>(share * params_.pieces.divisor) - 1);  // rounding moves it by less than one
     while (place_of_piece(piece + 1) <= place) ++piece;
@@ -172,31 +175,28 @@ class WorkLine {
   }
 
   // If ragged: the row at a place of a line that has one segment of every row, each with some places of its own.
-  CUTE_DEVICE int row_at(int place, int segment_places) const {
+  CUTE_DEVICE int row_at(int place, int places_each) const {
     int low = 0, high = params_.batch;
     CUTE_NO_UNROLL
     while (high - low > 1) {
       int middle = (low + high) / 2;
-      (unit_ends_[middle] + segment_places * middle <= place ? low : high) = middle;
+      (unit_ends_[middle] + places_each * middle <= place ? low : high) = middle;
     }
     return low;
   }
 
-  CUTE_DEVICE static int first_place(Segment const& segment) {
-    return segment.units.begin + kSegmentPlaces * segment.index;
-  }
-
   // The unit at, or the first one behind, a place.
-  CUTE_DEVICE static int unit_in_segment(int place) { return max(0, place - kSegmentPlaces); }
   CUTE_DEVICE int unit_at(int place) const {
+    int own_places = segment_places(ragged());
+    auto unit_in_segment = [&](int place) { return max(0, place - own_places); };
     if (!ragged()) {
       int segment, in_segment;
       params_.places_per_segment(segment, in_segment, place);
       return segment * params_.units_per_segment.divisor + unit_in_segment(in_segment);
     }
-    int row = row_at(params_.row_segments.div(place), kSegmentPlaces), first = unit_ends_[row];
-    int units = unit_ends_[row + 1] - first, places = units + kSegmentPlaces;
-    int in_row = place - (first + kSegmentPlaces * row) * params_.row_segments.divisor, segments = in_row / places;
+    int row = row_at(params_.row_segments.div(place), own_places), first = unit_ends_[row];
+    int units = unit_ends_[row + 1] - first, places = units + own_places;
+    int in_row = place - (first + own_places * row) * params_.row_segments.divisor, segments = in_row / places;
     return first * params_.row_segments.divisor + segments * units + unit_in_segment(in_row - segments * places);
   }
 
@@ -217,7 +217,7 @@ class WorkLine {
     }
     if (lane > 0) return;
     Cut& cut = *ragged_cut();
-    cut.all = (sum + kSegmentPlaces * params_.batch) * params_.row_segments.divisor;
+    cut.all = (sum + segment_places(true) * params_.batch) * params_.row_segments.divisor;
     params_.pieces(cut.piece, cut.spare, cut.all);
   }
 

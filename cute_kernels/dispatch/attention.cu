@@ -97,7 +97,7 @@ void run(attention::Problem const& problem, Workspace const& workspace, std::str
 
   int64_t segments = int64_t{problem.batch} * keys.kv_heads * rows.blocks;
   int64_t units_each = attention::units_of(keys.tokens, problem.window.tokens), units = segments * units_each;
-  int64_t places_each = units_each + attention::kSegmentPlaces, places = segments * places_each;
+  int64_t places_each = units_each + attention::segment_places(params.ragged), places = segments * places_each;
   check_sizes(problem, places);
   int tiles = static_cast<int>(attention::tiles_of(keys.tokens));
   int window_units = static_cast<int>(attention::window_units_of(problem.window.tokens));

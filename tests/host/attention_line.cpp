@@ -28,9 +28,10 @@ void check_line(const Case& c, const std::vector<int>& lengths, const std::vecto
   Params params{};
   params.batch = c.batch, params.rows = 4, params.workers = workers, params.ragged = c.ragged;
   params.keys.tokens = c.tokens, params.window.tokens = c.window;
-  params.units_per_segment = divisor(units_each), params.places_per_segment = divisor(units_each + kSegmentPlaces);
+  params.units_per_segment = divisor(units_each),
+  params.places_per_segment = divisor(units_each + segment_places(false));
   params.row_segments = divisor(c.heads), params.row_blocks = divisor(1), params.pieces = divisor(pieces);
-  params.cut.all = segments * (units_each + kSegmentPlaces);
+  params.cut.all = segments * (units_each + segment_places(false));
   params.pieces(params.cut.piece, params.cut.spare, params.cut.all);
   params.longest = params.cut.longest();
 
@@ -42,7 +43,7 @@ void check_line(const Case& c, const std::vector<int>& lengths, const std::vecto
     for (int row = 0; row < c.batch; ++row)
       ends[row + 1] = ends[row] + static_cast<int>(units_of(lengths[row], window_lengths[row]));
     auto& cut = *reinterpret_cast<Cut*>(ends + c.batch + 1);
-    cut.all = (ends[c.batch] + kSegmentPlaces * c.batch) * c.heads;
+    cut.all = (ends[c.batch] + segment_places(true) * c.batch) * c.heads;
     params.pieces(cut.piece, cut.spare, cut.all);
     all_units = ends[c.batch] * c.heads;
   }
