@@ -10,7 +10,6 @@ SPARSE_OPS = ("sparse_qk", "sparse_av", "sparse_attention", "compress")
 # The peers measured for themselves: their "backend" is the name of a peer.
 DENSE_OPS = ("dense_qk", "dense_av", "dense_attention", "copy")
 OPS = SPARSE_OPS + DENSE_OPS
-TUNED_OPS = ("sparse_qk", "sparse_av", "sparse_attention")  # whose GPU kernels have a pipeline of stages
 
 DTYPES = ("float16", "bfloat16")
 DATA = ("gaussian", "outlier", "equal")  # see data.py
@@ -95,11 +94,6 @@ class Case:
     scores: str = ""    # dtype of sparse_qk's result and sparse_av's p, if not the load's
     cache: str = "cold"
     timing: str = "events"
-    stages_ahead: int = 0  # depth of a GPU kernel's pipeline; 0: as cute_kernels/dispatch chooses
-
-    def __post_init__(self) -> None:
-        if self.stages_ahead and self.op not in TUNED_OPS:
-            raise ValueError(f"{self.op} has no stages ahead: {', '.join(TUNED_OPS)} have")
 
     @property
     def is_dense(self) -> bool:
@@ -131,16 +125,14 @@ class Case:
         text = (f"python -m profiling.sweep --op {self.op} --backend {shlex.quote(self.backend)} --shape {load.shape} "
                 f"--keep {load.keep} --dtype {load.dtype} --data {load.data} "
                 f"--seed {self.seed} --repeats {self.repeats}")
-        extra = (("--scores", self.scores, ""), ("--cache", self.cache, "cold"), ("--timing", self.timing, "events"),
-                 ("--stages-ahead", self.stages_ahead, 0))
+        extra = (("--scores", self.scores, ""), ("--cache", self.cache, "cold"), ("--timing", self.timing, "events"))
         return text + "".join(f" {option} {value}" for option, value, default in extra if value != default)
 
     def __str__(self) -> str:
         load = self.load
         words = (self.op, self.backend, str(load.shape), f"keep {load.keep}", load.dtype, load.data,
                  self.scores and f"scores {self.scores}", "warm" if self.cache == "warm" else "",
-                 "" if self.timing == "events" else self.timing,
-                 f"{self.stages_ahead} stages ahead" if self.stages_ahead else "")
+                 "" if self.timing == "events" else self.timing)
         return " ".join(word for word in words if word)
 
 
@@ -154,20 +146,16 @@ class Block:
     scores: tuple[str, ...] = ("",)
     caches: tuple[str, ...] = ("cold",)
     timings: tuple[str, ...] = ("events",)
-    stages_ahead: tuple[int, ...] = (0,)
 
     def cases(self, op: str, backends: Iterable[str], seed: int, repeats: int) -> list[Case]:
-        """The cases of one operation; the scores' dtype matters to products only, the keep to sparse ones, stages ahead
-        to those with a pipeline."""
+        """The cases of one operation; the scores' dtype matters to products only, the keep to sparse ones."""
         scores = self.scores if op in ("sparse_qk", "sparse_av") else ("",)
-        depths = self.stages_ahead if op in TUNED_OPS else (0,)
         found = []
         for load in self.loads:
             if op in DENSE_OPS:
                 load = Load(load.shape, load.shape.head_dim, load.dtype)
-            found += [Case(op, backend, load, seed, repeats, "" if score == load.dtype else score, cache, timing, depth)
-                      for backend in backends for score in scores for cache in self.caches for timing in self.timings
-                      for depth in depths]
+            found += [Case(op, backend, load, seed, repeats, "" if score == load.dtype else score, cache, timing)
+                      for backend in backends for score in scores for cache in self.caches for timing in self.timings]
         return found
 
 

@@ -20,7 +20,7 @@ def load(device: Device, folder: Path = RESULTS) -> list[tuple[Case, float]]:
         return []
     found = []
     for row in json.loads(path.read_text(encoding="utf-8")):
-        if row["op"] in OPS and not row.get("stages_ahead"):
+        if row["op"] in OPS:
             shape = Shape(*(row[name] for name in ("B", "Hq", "Hkv", "Sq", "T", "D")))
             case = Case(row["op"], row["backend"], Load(shape, row["keep"], row["dtype"], row["data"]))
             found.append((case, row["median_us"]))
