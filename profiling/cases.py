@@ -6,7 +6,9 @@ import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-SPARSE_OPS = ("sparse_qk", "sparse_av", "sparse_attention", "compress")
+PRODUCTS = ("sparse_qk", "sparse_av")
+DECODE_OPS = (*PRODUCTS, "sparse_attention")  # their GPU kernels have a pipeline of stages
+SPARSE_OPS = (*DECODE_OPS, "compress")
 # The peers measured for themselves: their "backend" is the name of a peer.
 DENSE_OPS = ("dense_qk", "dense_av", "dense_attention", "copy")
 OPS = SPARSE_OPS + DENSE_OPS
@@ -94,6 +96,11 @@ class Case:
     scores: str = ""    # dtype of sparse_qk's result and sparse_av's p, if not the load's
     cache: str = "cold"
     timing: str = "events"
+    stages_ahead: int = 0  # depth of a GPU kernel's pipeline; 0: as cute_kernels/dispatch chooses
+
+    def __post_init__(self) -> None:
+        if self.stages_ahead and self.op not in DECODE_OPS:
+            raise ValueError(f"{self.op} has no stages ahead: {', '.join(DECODE_OPS)} have")
 
     @property
     def is_dense(self) -> bool:
@@ -125,14 +132,16 @@ class Case:
         text = (f"python -m profiling.sweep --op {self.op} --backend {shlex.quote(self.backend)} --shape {load.shape} "
                 f"--keep {load.keep} --dtype {load.dtype} --data {load.data} "
                 f"--seed {self.seed} --repeats {self.repeats}")
-        extra = (("--scores", self.scores, ""), ("--cache", self.cache, "cold"), ("--timing", self.timing, "events"))
+        extra = (("--scores", self.scores, ""), ("--cache", self.cache, "cold"), ("--timing", self.timing, "events"),
+                 ("--stages-ahead", self.stages_ahead, 0))
         return text + "".join(f" {option} {value}" for option, value, default in extra if value != default)
 
     def __str__(self) -> str:
         load = self.load
         words = (self.op, self.backend, str(load.shape), f"keep {load.keep}", load.dtype, load.data,
                  self.scores and f"scores {self.scores}", "warm" if self.cache == "warm" else "",
-                 "" if self.timing == "events" else self.timing)
+                 "" if self.timing == "events" else self.timing,
+                 f"{self.stages_ahead} stages ahead" if self.stages_ahead else "")
         return " ".join(word for word in words if word)
 
 
@@ -146,16 +155,20 @@ class Block:
     scores: tuple[str, ...] = ("",)
     caches: tuple[str, ...] = ("cold",)
     timings: tuple[str, ...] = ("events",)
+    stages_ahead: tuple[int, ...] = (0,)
 
     def cases(self, op: str, backends: Iterable[str], seed: int, repeats: int) -> list[Case]:
-        """The cases of one operation; the scores' dtype matters to products only, the keep to sparse ones."""
-        scores = self.scores if op in ("sparse_qk", "sparse_av") else ("",)
+        """The cases of one operation; the scores' dtype matters to products only, the keep to sparse ones, stages ahead
+        to those with a pipeline."""
+        scores = self.scores if op in PRODUCTS else ("",)
+        depths = self.stages_ahead if op in DECODE_OPS else (0,)
         found = []
         for load in self.loads:
             if op in DENSE_OPS:
                 load = Load(load.shape, load.shape.head_dim, load.dtype)
-            found += [Case(op, backend, load, seed, repeats, "" if score == load.dtype else score, cache, timing)
-                      for backend in backends for score in scores for cache in self.caches for timing in self.timings]
+            found += [Case(op, backend, load, seed, repeats, "" if score == load.dtype else score, cache, timing, depth)
+                      for backend in backends for score in scores for cache in self.caches for timing in self.timings
+                      for depth in depths]
         return found
 
 

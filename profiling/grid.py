@@ -1,8 +1,8 @@
 """Grids: cases from lists of sizes, as words of the command line or as a YAML or JSON file.
 
-A grid names lists for B, Hq, Hkv, Sq, T, D, keep or sparsity, dtype, data, scores, cache, timing, op and backend; it
-stands for every combination. Sizes may be ranges: 1024..65536 doubles from one end to the other, 16..128+16 counts in
-steps.
+A grid names lists for B, Hq, Hkv, Sq, T, D, keep or sparsity, ahead (stages), dtype, data, scores, cache, timing, op
+and backend; it stands for every combination. Sizes may be ranges: 1024..65536 doubles from one end to the other,
+16..128+16 counts in steps.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from profiling.cases import Block, Load, Shape
 SIZES = {"B": (1,), "Hq": (32,), "Hkv": (8,), "Sq": (1,), "T": (4096,), "D": (128,)}  # and what they are by default
 CHOICES = {"dtype": cases.DTYPES, "data": cases.DATA, "scores": ("", "float16", "bfloat16", "float32"),
            "cache": cases.CACHES, "timing": cases.TIMINGS, "op": cases.OPS}
-KEYS = (*SIZES, "keep", "sparsity", *CHOICES, "backend")
+KEYS = (*SIZES, "keep", "sparsity", "ahead", *CHOICES, "backend")
 MAX_LENGTH = 10_000
 _RANGE = re.compile(r"(\d+)\.\.(\d+)(?:\+(\d+))?")
 
@@ -94,7 +94,8 @@ def block(lists: Mapping[str, Any]) -> Block:
                   for dtype in words.get("dtype", cases.DTYPES[:1]) for data in words.get("data", cases.DATA[:1]))
     return Block(tuple(words.get("op", cases.SPARSE_OPS)), loads, tuple(words.get("backend", ())),
                  tuple(words.get("scores", ("",))), tuple(words.get("cache", cases.CACHES[:1])),
-                 tuple(words.get("timing", cases.TIMINGS[:1])))
+                 tuple(words.get("timing", cases.TIMINGS[:1])),
+                 tuple(n for word in words.get("ahead", ()) for n in _sizes("ahead", word)) or (0,))
 
 
 def _list(values: Any) -> list[Any]:

@@ -133,7 +133,7 @@ def _row(case: Case, env: Environment, bits_per_element: float, cache_bytes: int
         sm_clock_mhz=env.clock_mhz, multiprocessors=env.multiprocessors, threads=env.threads,
         repeats=case.repeats, seed=case.seed, torch=env.torch, driver=env.driver, commit=env.commit,
         timestamp=env.timestamp, command=replace(case, timing=how).command, scores=case.scores, cache=case.cache,
-        timing=how, cache_tb_per_s=rounded(cache_bytes / us / 1e6), **peer)
+        timing=how, stages_ahead=case.stages_ahead, cache_tb_per_s=rounded(cache_bytes / us / 1e6), **peer)
 
 
 def is_fatal(error: Exception) -> bool:

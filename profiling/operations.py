@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import cute_kernels as ck
+from cute_kernels._extension import _C
 from profiling import data
 from profiling.cases import Case
 
@@ -88,7 +89,23 @@ def _cache(case: Case, role: str, device: torch.device, rng: torch.Generator) ->
 
 
 def call(case: Case, inputs: InputSet) -> Tensor | ck.SparseKV:
-    """The measured call of a sparse operation. Products write to a given tensor."""
+    """The measured call of a sparse operation. Products write to a given tensor.
+
+    Raises:
+        RuntimeError: the backend cannot serve the case, as with more stages ahead than it has room for.
+    """
+    if not case.stages_ahead:
+        return _call(case, inputs)
+    if case.backend not in getattr(getattr(_C, "cuda", None), "BACKENDS", ()):
+        raise RuntimeError(f"backend {case.backend} has no stages ahead: GPU backends of this build have")
+    _C.cuda.set_stages_ahead(case.stages_ahead)
+    try:
+        return _call(case, inputs)
+    finally:
+        _C.cuda.set_stages_ahead(0)
+
+
+def _call(case: Case, inputs: InputSet) -> Tensor | ck.SparseKV:
     if case.op == "sparse_qk":
         out = inputs.out
         return ck.sparse_qk(inputs.left, inputs.sparse, out_dtype=out.dtype, out=out, backend=case.backend)

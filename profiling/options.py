@@ -82,6 +82,10 @@ def _how(add: Callable[..., object]) -> None:
         help="last-level cache at every call: cold, other operands each time (default), or warm, the same ones again")
     add("--timing", choices=cases.TIMINGS,
         help="events: single calls (default); graph: a CUDA graph of many calls, divided; auto: graph below 50 us")
+    add("--stages-ahead", action="append", type=positive_integer, metavar="N",
+        help="stages of shared memory beyond those that are read: of every worker (sm80: 1 or 2), of all workers of an "
+             "SM together (sm90); a plan has fewer workers if they do not fit otherwise, and up to three stages fewer, "
+             "for producers share them evenly (default: as cute_kernels/dispatch/heuristics.hpp chooses)")
     add("--repeats", type=positive_integer, metavar="N",
         help=f"timed calls a row (default: {REPEATS}, with --quick {QUICK_REPEATS})")
     add("--seed", type=int, default=0, metavar="N", help="of all random inputs (default: 0)")

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from profiling.cases import Shape, usual_keeps
-from profiling.plots.choose import peer_us, plain
+from profiling.cases import DECODE_OPS, Shape, usual_keeps
 from profiling.operations import WINDOW
+from profiling.plots.choose import peer_us, plain
 from profiling.rows import Row
-from profiling.suites import PRODUCTS, figures
+from profiling.suites import figures
 from profiling.tables import markdown_table
 
-OPERATIONS = (*PRODUCTS, "sparse_attention")
 BEGIN = "<!-- figures: begin (written by python -m profiling.report) -->"
 END = "<!-- figures: end -->"
 
@@ -45,10 +44,10 @@ def figures_block(rows: Sequence[Row], link: str) -> str:
     name, head_dim = first.device.removeprefix("NVIDIA "), first.D
     low, half = usual_keeps(head_dim)
     header = ["B, Hq, Hkv, T"]
-    for op in OPERATIONS:
-        header += [f"`{op}`, {low} of {head_dim} kept" if op == OPERATIONS[0] else f"`{op}`, {low}", f"{half}"]
+    for op in DECODE_OPS:
+        header += [f"`{op}`, {low} of {head_dim} kept" if op == DECODE_OPS[0] else f"`{op}`, {low}", f"{half}"]
     lines = [[f"{s.batch}, {s.query_heads}, {s.kv_heads}, {s.tokens}"]
-             + [_cell(cells[op, s, keep]) for op in OPERATIONS for keep in (low, half)] for s in figures("cuda")]
+             + [_cell(cells[op, s, keep]) for op in DECODE_OPS for keep in (low, half)] for s in figures("cuda")]
     sentence = (f"On one {name}, `{backend}` backend, D {head_dim}, fp16 in and out, one query token, Gaussian data, "
                 f"cold L2: speed-up over the dense\ncache in the same run, with cuBLAS for the products and the fastest "
                 f"of {_dense_attention(wanted)} for\nattention (with a dense window of {WINDOW} tokens), and the time "
@@ -76,7 +75,8 @@ def _cells(rows: Sequence[Row], backend: str) -> dict[tuple[str, Shape, int], Ro
         if row.backend == backend and peer_us(row) < math.inf:
             key = row.op, row.shape, row.keep
             found[key] = min(found.get(key, row), row, key=peer_us)  # beside the fastest peer
-    wanted = [(op, shape, keep) for shape in figures("cuda") for op in OPERATIONS for keep in usual_keeps(shape.head_dim)]
+    wanted = [(op, shape, keep) for shape in figures("cuda") for op in DECODE_OPS
+              for keep in usual_keeps(shape.head_dim)]
     if missing := [key for key in wanted if key not in found]:
         op, shape, keep = missing[0]
         raise ReadmeError(f"{len(missing)} of {len(wanted)} rows are missing for {backend}, such as {op} {shape} keep "
@@ -90,5 +90,5 @@ def _cell(row: Row) -> str:
 
 def _dense_attention(rows: Sequence[Row]) -> str:
     """The peers of attention in the cache's dtype."""
-    names = sorted({row.peer for row in rows if row.op == OPERATIONS[-1] and peer_us(row) < math.inf})
+    names = sorted({row.peer for row in rows if row.op == DECODE_OPS[-1] and peer_us(row) < math.inf})
     return ", ".join(names[:-1]) + f" and {names[-1]}" if len(names) > 1 else "".join(names)

@@ -61,6 +61,7 @@ class Measured:
     timing: str = "events"             # "events": single calls; "graph": many calls in a CUDA graph, divided
     cache_tb_per_s: float | None = None  # bytes of the cache alone, as stored / time
     peer_rel_err: float | None = None  # relative Frobenius error of the peer
+    stages_ahead: int = 0              # depth of the kernel's pipeline, if it was set; 0: as dispatch chooses
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class Row(Counters, Measured):  # in this order the counters' fields come last
     @property
     def case(self) -> Case:
         return Case(self.op, self.backend, Load(self.shape, self.keep, self.dtype, self.data), self.seed, self.repeats,
-                    self.scores, self.cache, self.timing)
+                    self.scores, self.cache, self.timing, self.stages_ahead)
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -103,7 +104,7 @@ _REQUIRED = tuple(f.name for f in fields(Measured))[:FIELDS.index("scores")]
 
 def case_key(case: Case) -> tuple[Any, ...]:
     """What a case is of, whatever its seed and repeats."""
-    return case.op, case.backend, case.load, case.scores, case.cache, case.timing
+    return case.op, case.backend, case.load, case.scores, case.cache, case.stages_ahead, case.timing
 
 
 def rounded(value: float, digits: int = 6) -> float:

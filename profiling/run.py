@@ -49,8 +49,8 @@ class Run:
             return False
         env = self._environment(case)
         return any(
-            (row.op, row.backend, row.case.load, row.scores, row.cache, row.seed, row.repeats)
-            == (case.op, case.backend, case.load, case.scores, case.cache, case.seed, case.repeats)
+            (row.op, row.backend, row.case.load, row.scores, row.cache, row.stages_ahead, row.seed, row.repeats)
+            == (case.op, case.backend, case.load, case.scores, case.cache, case.stages_ahead, case.seed, case.repeats)
             and (row.timing == case.timing or case.timing == "auto")
             and (row.device, row.commit, row.torch) == (env.name, env.commit, env.torch) and row.accurate
             for row in self._earlier)

@@ -38,7 +38,7 @@ def choose(args: argparse.Namespace, backends: Mapping[str, str]) -> list[Case]:
 def is_complete(args: argparse.Namespace) -> str:
     """The name of the results that the rows are all of: "sweep" of all suites, "readme", or "" for a part."""
     own = (args.op, args.backend, args.shape, args.keep, args.dtype, args.data, args.scores, args.cache, args.peer,
-           args.grid, args.grid_file, args.timing, args.plugin)
+           args.grid, args.grid_file, args.timing, args.stages_ahead, args.plugin)
     if args.quick or any(own) or args.repeats is not None or args.seed != 0:
         return ""
     return "sweep" if not args.suite else "readme" if args.suite == ["readme"] else ""
@@ -115,12 +115,13 @@ def _blocks(args: argparse.Namespace, device: str) -> list[Block]:
 
 
 def _overridden(block: Block, args: argparse.Namespace) -> Block:
-    """The block after the filters; --scores, --cache and --timing replace its own."""
+    """The block after the filters; --scores, --cache, --timing and --stages-ahead replace its own."""
     loads = tuple(load for load in block.loads if (not args.keep or load.keep in args.keep)
                   and (not args.dtype or load.dtype in args.dtype) and (not args.data or load.data in args.data))
     return replace(block, loads=loads, scores=tuple(args.scores or block.scores),
                    caches=tuple(args.cache or block.caches),
-                   timings=(args.timing,) if args.timing else block.timings)
+                   timings=(args.timing,) if args.timing else block.timings,
+                   stages_ahead=tuple(args.stages_ahead or block.stages_ahead))
 
 
 def _check_names(what: str, names: Iterable[str] | None, known: set[str]) -> None:

@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from profiling.cases import EQUAL_BLOCK, Block, Load, Shape, usual_keeps
-
-PRODUCTS = ("sparse_qk", "sparse_av")
-DENSE = ("dense_qk", "dense_av", "dense_attention", "copy")
+from profiling.cases import DECODE_OPS, DENSE_OPS, EQUAL_BLOCK, PRODUCTS, Block, Load, Shape, usual_keeps
 
 
 @dataclass(frozen=True)
@@ -67,7 +64,7 @@ def _sparsity(device: str) -> list[Block]:
     headline = figures(device)[0]
     keeps = sorted({*range(16, headline.head_dim, 16), *usual_keeps(headline.head_dim)}, reverse=True)
     loads = tuple(Load(headline, keep) for keep in keeps)
-    return [Block((*PRODUCTS, "sparse_attention"), loads),
+    return [Block(DECODE_OPS, loads),
             Block(PRODUCTS[:1], tuple(Load(headline, keep, data="outlier") for keep in keeps))]
 
 
@@ -75,7 +72,7 @@ def _tokens(device: str) -> list[Block]:
     """One batch row of 32 query heads on 8 KV heads, 1 K to 1 M tokens (a CPU: to 64 K)."""
     last = 16 if device == "cpu" else 20
     shapes = [Shape(1, 32, 8, 1, 1 << bits, 128) for bits in range(10, last + 1)]
-    return [Block((*PRODUCTS, "sparse_attention"), tuple(Load(s, usual_keeps(128)[0]) for s in shapes))]
+    return [Block(DECODE_OPS, tuple(Load(s, usual_keeps(128)[0]) for s in shapes))]
 
 
 def _short(device: str) -> list[Block]:
@@ -86,7 +83,7 @@ def _short(device: str) -> list[Block]:
 
 
 def _readme(device: str) -> list[Block]:
-    return [Block((*PRODUCTS, "sparse_attention"), _usual(figures(device)))]
+    return [Block(DECODE_OPS, _usual(figures(device)))]
 
 
 SUITES = {
@@ -95,7 +92,7 @@ SUITES = {
     "attention": Suite("sparse_attention beside dense attention, and dense attention for itself", _attention),
     "compress": Suite("compress beside a copy", lambda device: [Block(("compress",), tuple(default_loads(device)))]),
     "peers": Suite("the peers for themselves, and a copy: the bandwidth there is",
-                   lambda device: [Block(DENSE, _usual(figures(device)))]),
+                   lambda device: [Block(DENSE_OPS, _usual(figures(device)))]),
     "sparsity": Suite("every operation against the share of elements pruned", _sparsity),
     "tokens": Suite("every operation against the number of tokens", _tokens),
     "short": Suite("small caches: cold and warm, single calls and CUDA graphs", _short),

@@ -13,7 +13,8 @@ LIMITS_HEADER = ("op", "backend", "B,Hq,Hkv,Sq,T,D", "keep", "dtype", "kernel", 
 
 def _cells(row: Row) -> tuple[str, ...]:
     data = " ".join(word for word in (row.data, "warm" if row.cache == "warm" else "",
-                                      "" if row.timing == "events" else row.timing) if word)
+                                      "" if row.timing == "events" else row.timing,
+                                      f"{row.stages_ahead} ahead" if row.stages_ahead else "") if word)
     error = f"{row.rel_err:.1e}" + ("" if row.accurate else " !")
     return (row.op, row.backend, str(row.shape), str(row.keep), _dtype(row), data, f"{row.median_us:.1f}",
             f"{row.iqr_us:.1f}", f"{row.tb_per_s:.3g}", _number(row.cache_tb_per_s, ".3g"),

@@ -41,6 +41,21 @@ def test_auto_takes_a_graph_for_short_kernels(tmp_path, backends):
     assert all("auto" not in row.command for row in found)
 
 
+@pytest.mark.parametrize("backend, depths", [("sm80", (1, 2)), ("sm90", (1, 3, 8))])
+def test_any_depth_of_the_pipeline(backend, depths, tmp_path, backends, capsys):
+    if backend not in backends:
+        pytest.skip(f"no {backend} here")
+    words = ["--grid", "op=sparse_qk,sparse_av,sparse_attention", "B=2", "T=16384", "Sq=1,16", "keep=38",
+             f"backend={backend}"]
+    found = measured(tmp_path, *words, f"ahead={','.join(map(str, depths))}")
+    assert {(row.op, row.Sq, row.stages_ahead) for row in found} == {
+        (op, queries, depth) for op in ("sparse_qk", "sparse_av", "sparse_attention") for queries in (1, 16)
+        for depth in depths}
+    capsys.readouterr()
+    assert sweep.main([*words, "ahead=60", "--out", str(tmp_path / "none")]) == 2
+    assert "60 stages ahead: this kernel has room for" in capsys.readouterr().out
+
+
 def test_dense_rows(tmp_path):
     found = measured(tmp_path, "--grid", "op=dense_qk,dense_av,dense_attention,copy", "T=4096", "B=2")
     assert {"cublas", "copy", "sdpa flash"} <= {row.backend for row in found}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import shlex
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 import cute_kernels as ck
+from cute_kernels._extension import _C
 from profiling import check, grid, measure, operations, options, peers, selection, suites, sweep, timing
 from profiling.cases import Case, Load, Shape
 from profiling.peers import Unavailable, base
@@ -73,6 +75,16 @@ def test_a_grid_is_every_combination():
     assert {case.load.keep for case in found} == {16, 32} and {case.backend for case in found} == {"sm90"}
 
 
+def test_depths_of_the_pipeline_are_those_of_kernels_that_have_one():
+    found = chosen("--grid", "T=1024", "keep=38", "ahead=2,4..16", "op=sparse_attention,compress,dense_attention")
+    for op, depths in (("sparse_attention", [2, 4, 8, 16]), ("compress", [0]), ("dense_attention", [0])):
+        assert sorted({case.stages_ahead for case in found if case.op == op}) == depths
+    for case in found:
+        assert chosen(*shlex.split(case.command)[3:]) == [case]
+    with pytest.raises(ValueError, match="compress has no stages ahead"):
+        Case("compress", "cuda", Load(Shape.parse(SHAPE), 19), stages_ahead=4)
+
+
 def test_a_grid_takes_sparsity_like_prune():
     (case,) = chosen("--grid", "sparsity=0.7", "op=sparse_qk", "backend=sm90")
     x = torch.randn(1, 1, 1, 128)
@@ -104,6 +116,7 @@ def test_yaml_without_pyyaml_says_what_to_install(tmp_path, monkeypatch):
     (["tokens=1024"], "unknown key tokens"),
     (["T=0"], "neither a positive integer nor a range"),
     (["T=8..4"], "nor a range"),
+    (["ahead=0"], "ahead '0' is neither"),
     (["T=4..8+0"], "nor a range"),
     (["dtype=float8"], "takes float16, bfloat16"),
     (["keep=38", "sparsity=0.5"], "not both"),
@@ -143,7 +156,8 @@ def test_complete_sweeps():
 
     assert complete() == "sweep" and complete("--suite", "readme", "--ncu") == "readme"
     for partial in (["--quick"], ["--suite", "qk"], ["--seed", "1"], ["--cache", "warm"], ["--peer", "cublas"],
-                    ["--suite", "readme", "--suite", "qk"], ["--timing", "auto"], ["--grid", "T=64"]):
+                    ["--suite", "readme", "--suite", "qk"], ["--timing", "auto"], ["--grid", "T=64"],
+                    ["--stages-ahead", "4"]):
         assert not complete(*partial)
 
 
@@ -196,6 +210,29 @@ def test_graphs_need_a_gpu(tmp_path, capsys):
     arguments = ["--shape", SHAPE, "--keep", "19", "--backend", "cpu", "--timing", "graph", "--out", str(tmp_path)]
     assert sweep.main(arguments) == 2
     assert "needs a CUDA device" in capsys.readouterr().out
+
+
+def test_a_cpu_has_no_stages_ahead(tmp_path, capsys):
+    arguments = ["--shape", SHAPE, "--keep", "19", "--backend", "cpu", "--stages-ahead", "2", "--out", str(tmp_path)]
+    assert sweep.main([*arguments, "--op", "sparse_qk"]) == 2
+    assert "backend cpu has no stages ahead" in capsys.readouterr().out
+
+
+def test_stages_ahead_are_set_for_a_case_alone(monkeypatch):
+    if not hasattr(_C, "cuda"):
+        pytest.skip("this build has no GPU backend")
+    with pytest.raises(ValueError, match="at least 0"):
+        _C.cuda.set_stages_ahead(-1)
+    seen = []
+    monkeypatch.setattr(_C.cuda, "set_stages_ahead", seen.append)
+    monkeypatch.setattr(operations, "_call", lambda case, inputs: seen.append("call"))
+    tuned = Case("sparse_qk", "sm80", Load(Shape.parse(SHAPE), 19), stages_ahead=2)
+    operations.call(tuned, None)
+    operations.call(dataclasses.replace(tuned, stages_ahead=0), None)
+    monkeypatch.setattr(operations, "_call", lambda case, inputs: {}["no such key"])
+    with pytest.raises(KeyError):
+        operations.call(tuned, None)
+    assert seen == [2, "call", 0, "call", 2, 0]
 
 
 def test_auto_timing_is_events_on_a_cpu_and_warm_is_not_interleaved():

@@ -131,6 +131,12 @@ void sparse_av(format::SparseView const& view, uintptr_t p, Strides const& p_str
   dispatch::run(product, std::ref(scratch), backend, stream_of(stream));
 }
 
+// Of the calls that this thread makes from now on.
+void set_stages_ahead(int stages_ahead) {
+  if (stages_ahead < 0) throw std::invalid_argument("stages_ahead must be at least 0");
+  dispatch::tuning.stages_ahead = stages_ahead;
+}
+
 }  // namespace
 
 void bind_cuda(py::module_& m) {
@@ -161,6 +167,8 @@ void bind_cuda(py::module_& m) {
            "out_dtype"_a, "backend"_a, "stream"_a);
   cuda.def("sparse_av", &sparse_av, "view"_a, "p"_a, "p_strides"_a, "p_dtype"_a, "q_heads"_a, "q_tokens"_a, "out"_a,
            "new_empty"_a, "backend"_a, "stream"_a);
+  cuda.def("set_stages_ahead", &set_stages_ahead, "stages_ahead"_a,
+           "The depth of the pipeline for this thread's calls, see dispatch/tuning.hpp; 0: as heuristics.hpp chooses");
 }
 
 }  // namespace cute_kernels::bindings

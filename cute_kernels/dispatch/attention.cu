@@ -118,7 +118,7 @@ void run(attention::Problem const& problem, Workspace const& workspace, std::str
   if (has_window && params.window_staged)
     limits.min_block_bytes = std::max(limits.min_block_bytes, attention::kWindowUnitTokens * keys.head_dim * 2);
   Plan plan = choose_plan(device, limits, rows.n, rows.rows, std::max(keys.max_tile_rows, values.max_tile_rows),
-                          attention::kStageOrders * attention::kOrderBytes, 0, units);
+                          attention::kStageOrders * attention::kOrderBytes, 0, units, tuning);
   if (problem.num_splits > 0)
     plan.config.ctas = static_cast<int>(std::min<int64_t>(plan.config.ctas, problem.num_splits * segments));
   else if (limits.joins_segments && !params.ragged && tiles > 0)

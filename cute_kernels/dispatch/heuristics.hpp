@@ -14,6 +14,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "cute_kernels/dispatch/tuning.hpp"
 #include "cute_kernels/matmul/launch.hpp"
 
 namespace cute_kernels::dispatch {
@@ -40,9 +41,11 @@ struct Plan {
   matmul::Stages stages;
 };
 
-// `dense_row_bytes`: of one row of p in a stage, 0 for keys. `tiles`: of all segments together.
+// `dense_row_bytes`: of one row of p in a stage, 0 for keys. `tiles`: of all segments together. Throws
+// std::runtime_error where there is no room for the stages that a kernel needs or that `tuning` asks for.
 inline Plan choose_plan(DeviceLimits const& device, matmul::KernelLimits const& kernel, int n, int rows,
-                        int max_tile_rows, int order_bytes, int dense_row_bytes, int64_t tiles) {
+                        int max_tile_rows, int order_bytes, int dense_row_bytes, int64_t tiles,
+                        Tuning const& tuning = {}) {
   Plan plan{};
   plan.config.n = n;
   plan.stages.block_bytes = std::max(max_tile_rows * format::kRowBytes, kernel.min_block_bytes);
@@ -54,6 +57,10 @@ inline Plan choose_plan(DeviceLimits const& device, matmul::KernelLimits const& 
     throw std::runtime_error(std::to_string(kernel.min_stages) + " stages of " +
                              std::to_string(plan.stages.stage_bytes) + " bytes do not fit in the " +
                              std::to_string(device.shared_bytes) + " bytes of shared memory of this device");
+  int room = std::min(fit, kernel.max_stages), asked = tuning.stages_ahead;
+  if (asked >= room)
+    throw std::runtime_error(std::to_string(asked) + " stages ahead: this kernel has room for " +
+                             std::to_string(room - 1) + " here");
   auto in_fours = [&](int workers) {  // as far as warps go
     int unit = kSchedulers / kernel.worker_warps;
     return workers > unit ? workers - workers % unit : workers;
@@ -61,16 +68,17 @@ inline Plan choose_plan(DeviceLimits const& device, matmul::KernelLimits const& 
   if (kernel.one_ring) {
     int ahead =
         std::clamp((kBytesAhead + plan.stages.stage_bytes - 1) / plan.stages.stage_bytes, 1, kernel.stages_ahead);
-    plan.config.workers = in_fours(std::clamp(fit - ahead, 1, kernel.max_workers));
+    plan.config.workers = in_fours(std::clamp(room - (asked ? asked : ahead), 1, kernel.max_workers));
   } else {
-    plan.config.workers = in_fours(std::min(kernel.max_workers, fit / kernel.min_stages));
-    plan.stages.count = std::min(kernel.max_stages, fit / plan.config.workers);
+    int stages = asked ? asked + 1 : kernel.min_stages;
+    plan.config.workers = in_fours(std::min(kernel.max_workers, fit / stages));
+    plan.stages.count = asked ? stages : std::min(kernel.max_stages, fit / plan.config.workers);
   }
   // Thin work is spread over SMs first. No piece is empty: combine.hpp relies on it.
   plan.config.ctas = static_cast<int>(std::min<int64_t>(device.multiprocessors, tiles));
   plan.config.workers = static_cast<int>(std::min<int64_t>(plan.config.workers, tiles / plan.config.ctas));
   if (kernel.one_ring) {
-    int workers = plan.config.workers, stages = std::min({kernel.max_stages, fit, workers + kernel.stages_ahead});
+    int workers = plan.config.workers, stages = std::min(room, workers + (asked ? asked : kernel.stages_ahead));
     auto usable = [&](int producers) { return stages - stages % producers; };  // they divide workers and stages
     int& producers = plan.config.producers = kMaxProducers;
     while (producers > 1 && (workers % producers != 0 || usable(producers) < workers + kMinStagesAhead)) --producers;

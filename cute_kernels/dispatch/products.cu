@@ -100,7 +100,7 @@ void run(Product const& product, Workspace const& workspace, std::string const& 
 
   matmul::KernelLimits limits = kernels.limits(view.dtype, n);
   Plan plan = choose_plan(device, limits, n, rows, view.max_tile_rows, matmul::kOrderBytes,
-                          is_key ? 0 : matmul::dense_row_bytes(product.dense.dtype), tiles);
+                          is_key ? 0 : matmul::dense_row_bytes(product.dense.dtype), tiles, tuning);
   int all = static_cast<int>(tiles), tiles_per_segment = static_cast<int>(view.tiles_per_head());
   if (limits.joins_segments) cut_by_segments(device, all / tiles_per_segment, tiles_per_segment, plan.config);
   bool by_segments = plan.config.segment_pieces > 0;

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from profiling.cases import Shape, usual_keeps
+from profiling.cases import DECODE_OPS, Shape, usual_keeps
 from profiling.ceilings import Ceilings
 from profiling.plots import choose, style
 from profiling.rows import Row
@@ -24,7 +24,7 @@ def figure(rows: Sequence[Row], limits: Ceilings) -> Figure | None:
         return None
     keeps = list(usual_keeps(usual[0].D))
     shapes = [shape for shape in known if any(row.shape == shape for row in usual)]
-    ops = [op for op in choose.PRODUCTS if any(row.op == op for row in usual)]
+    ops = [op for op in DECODE_OPS if any(row.op == op for row in usual)]
     names = choose.backends(usual)
     unit, scale = ("TB/s", 1.0) if usual[0].multiprocessors else ("GB/s", 1e3)
     drawn, axes = style.panels(len(ops), 4.8, 1.8 + 0.55 * len(shapes))

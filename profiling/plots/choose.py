@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
-from profiling.cases import SPARSE_OPS
+from profiling.cases import DECODE_OPS
 from profiling.rows import Row
-
-PRODUCTS = SPARSE_OPS[:3]  # without compress
 
 
 def plain(rows: Iterable[Row]) -> list[Row]:
-    """Sparse products of the usual kind: fp16 all through, cold cache, single calls, gaussian data."""
-    return [row for row in rows if row.op in PRODUCTS and (row.dtype, row.scores, row.cache, row.timing, row.data)
-            == ("float16", "", "cold", "events", "gaussian")]
+    """Sparse products of the usual kind: fp16 all through, cold cache, single calls, gaussian data, nothing tuned."""
+    usual = ("float16", "", "cold", "events", "gaussian", 0)
+    return [row for row in rows if row.op in DECODE_OPS
+            and (row.dtype, row.scores, row.cache, row.timing, row.data, row.stages_ahead) == usual]
 
 
 def longest_series(rows: Iterable[Row], group: Callable[[Row], Hashable], along: Callable[[Row], float]) -> list[Row]:

@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
+from profiling.cases import DECODE_OPS
 from profiling.ceilings import Ceilings
 from profiling.plots import choose, style
 from profiling.rows import Row
@@ -27,7 +28,7 @@ def figure(rows: Sequence[Row], limits: Ceilings) -> Figure | None:
     series = choose.longest_series(usual, lambda row: row.shape, lambda row: row.keep)
     names = choose.backends(series)
     drawn, (axis,) = style.panels(1, 6.6, 4.8)
-    for op in choose.PRODUCTS:
+    for op in DECODE_OPS:
         for backend, line in choose.by_backend(series, op, lambda row: row.keep).items():
             axis.loglog([_intensity(row) for row in line], [_rate(row) for row in line], linewidth=0.8,
                         color=style.backend_style(backend, names)["color"], marker=MARKERS[op],

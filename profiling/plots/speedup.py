@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from profiling.cases import DECODE_OPS
 from profiling.ceilings import Ceilings
 from profiling.plots import choose, style
 from profiling.rows import Row
@@ -19,7 +20,7 @@ def figure(rows: Sequence[Row], limits: Ceilings) -> Figure | None:
     series = choose.longest_series(usual, lambda row: row.shape, lambda row: row.keep)
     if len({row.keep for row in series}) < 2:
         return None
-    ops = [op for op in choose.PRODUCTS if any(row.op == op for row in series)]
+    ops = [op for op in DECODE_OPS if any(row.op == op for row in series)]
     names = choose.backends(series)
     drawn, axes = style.panels(len(ops))
     for op, axis in zip(ops, axes, strict=True):

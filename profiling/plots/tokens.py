@@ -8,6 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
+from profiling.cases import DECODE_OPS
 from profiling.ceilings import Ceilings
 from profiling.plots import choose, style
 from profiling.rows import Row
@@ -21,7 +22,7 @@ def figure(rows: Sequence[Row], limits: Ceilings) -> Figure | None:
                                    lambda row: row.T)
     if len({row.T for row in series}) < 3:
         return None
-    ops = [op for op in choose.PRODUCTS if any(row.op == op for row in series)]
+    ops = [op for op in DECODE_OPS if any(row.op == op for row in series)]
     names = choose.backends(series)
     drawn, axes = style.panels(len(ops))
     for op, axis in zip(ops, axes, strict=True):

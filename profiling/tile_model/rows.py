@@ -6,11 +6,10 @@ import json
 from pathlib import Path
 
 from profiling import ROOT
-from profiling.cases import Case, Load, Shape
+from profiling.cases import PRODUCTS, Case, Load, Shape
 from profiling.tile_model.device import Device
 
 RESULTS = ROOT / "profiling" / "results"
-OPS = ("sparse_qk", "sparse_av")
 
 
 def load(device: Device, folder: Path = RESULTS) -> list[tuple[Case, float]]:
@@ -20,7 +19,7 @@ def load(device: Device, folder: Path = RESULTS) -> list[tuple[Case, float]]:
         return []
     found = []
     for row in json.loads(path.read_text(encoding="utf-8")):
-        if row["op"] in OPS:
+        if row["op"] in PRODUCTS and not row.get("stages_ahead"):
             shape = Shape(*(row[name] for name in ("B", "Hq", "Hkv", "Sq", "T", "D")))
             case = Case(row["op"], row["backend"], Load(shape, row["keep"], row["dtype"], row["data"]))
             found.append((case, row["median_us"]))

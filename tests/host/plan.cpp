@@ -1,5 +1,7 @@
 // How work is laid over a device: pieces cover the tiles, and plans fit every device.
+#include <algorithm>
 #include <random>
+#include <stdexcept>
 
 #include "check.hpp"
 #include "cute_kernels/dispatch/heuristics.hpp"
@@ -64,6 +66,27 @@ void check_ring(dispatch::Plan const& plan) {
   check(stages >= workers, "a stage for every worker", workers, stages);
 }
 
+// So many stages ahead as are asked for, or an error. fit: stages that shared memory has room for.
+template <class F>
+void check_tuned(matmul::KernelLimits const& kernel, F&& plan_with, int fit, int ahead) {
+  int room = std::min(fit, kernel.max_stages);
+  try {
+    dispatch::Plan plan = plan_with(ahead);
+    int workers = plan.config.workers, stages = plan.stages.count, producers = plan.config.producers;
+    check(ahead < room, "no plan has more stages than there is room for", ahead, room);
+    check(workers >= 1 && workers <= kernel.max_workers, "workers of a tuned plan", workers);
+    if (!kernel.one_ring) {
+      check(stages == ahead + 1 && stages * workers <= fit, "stages of a worker", stages, ahead);
+      return;
+    }
+    check_ring(plan);
+    check(stages <= room && stages <= workers + ahead && stages > workers + ahead - producers, "stages of a tuned ring",
+          stages, ahead);
+  } catch (std::runtime_error const&) {
+    check(ahead >= room, "stages that there is room for can be had", ahead, room);
+  }
+}
+
 // Cutting at segments' ends is about as even, and gives every cluster whole segments.
 void check_segments(DeviceLimits const& device, matmul::Config config, int segments, int tiles_per_segment) {
   auto ceil_div = [](int a, int b) { return (a + b - 1) / b; };
@@ -99,9 +122,14 @@ int main() {
       matmul::KernelLimits kernel{
           4 * draw(1, 4), draw(0, 1) ? 1 : 4, 2,       one_ring ? 48 : draw(3, 8), n * 64 * 4, 64,
           one_ring,       draw(2, 16),        one_ring};
-      auto plan =
-          choose_plan(device, kernel, n, draw(1, 40), format::tile_rows(head_dim, longest), 64, row_bytes, tiles);
+      int rows = draw(1, 40);
+      auto plan_with = [&](int stages_ahead) {
+        return choose_plan(device, kernel, n, rows, format::tile_rows(head_dim, longest), 64, row_bytes, tiles,
+                           {stages_ahead});
+      };
+      auto plan = plan_with(0);
       int stage_bytes = plan.stages.stage_bytes, workers = plan.config.workers;
+      check_tuned(kernel, plan_with, (device.shared_bytes - kernel.fixed_shared_bytes) / stage_bytes, draw(1, 50));
       check(workers >= 1 && workers <= kernel.max_workers, "workers", workers);
       check(plan.stages.count >= (one_ring ? 1 : 2) && plan.stages.count <= kernel.max_stages, "stages",
             plan.stages.count);

@@ -11,7 +11,7 @@ namespace cute_kernels::attention::sm90 {
 
 using matmul::sm90::StageRing;
 
-inline constexpr int kStagesAhead = 16;  // at most, beyond one a worker; other numbers have not been tried
+inline constexpr int kStagesAhead = 16;  // at most, beyond one a worker; 8 take as long (profiling/NOTES.md)
 
 // Stages beyond a shorter piece's end stay empty, and so do those of the window if its tokens are not staged.
 template <class Traits>
