@@ -32,9 +32,9 @@ grids: --grid T=1024..65536 keep=38,64 B=1,8 data=gaussian,outlier; a range doub
   grids:
     - {{op: sparse_qk, T: [4096, 16384], sparsity: [0.5, 0.7], cache: [cold, warm]}}
 
-Files: sweep.csv, sweep.json, sweep.md. A complete sweep of all suites writes to profiling/results/DEVICE/, a complete
---suite readme writes readme.* there; everything else writes to build/sweep/DEVICE/, so it never replaces committed
-rows; --out DIR overrides both. python -m profiling.report makes plots and the README's table of them.
+Files: sweep.csv, sweep.json, sweep.md, or readme.* of --suite readme. A complete sweep of all suites and a complete
+--suite readme write to profiling/results/DEVICE/; everything else writes to build/sweep/DEVICE/, so it never replaces
+committed rows; --out DIR overrides both. python -m profiling.report makes plots and the README's table of them.
 
 Exit status: 0 every row within tolerance; 1 a result was inaccurate or the device failed; 2 wrong arguments or nothing
 measured; 130 interrupted, the finished rows are written."""

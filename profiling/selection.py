@@ -35,8 +35,8 @@ def choose(args: argparse.Namespace, backends: Mapping[str, str]) -> list[Case]:
     return list(found)
 
 
-def is_complete(args: argparse.Namespace) -> str:
-    """The name of the results that the rows are all of: "sweep" of all suites, "readme", or "" for a part."""
+def results_name(args: argparse.Namespace) -> str:
+    """Of the results that the rows of all chosen cases are: "sweep" of all suites, "readme", or "" for a part."""
     own = (args.op, args.backend, args.shape, args.keep, args.dtype, args.data, args.scores, args.cache, args.peer,
            args.grid, args.grid_file, args.timing, args.stages_ahead, args.plugin)
     if args.quick or any(own) or args.repeats is not None or args.seed != 0:

@@ -63,16 +63,16 @@ def measure(run: Run, chosen: Sequence[Case], args: argparse.Namespace) -> int:
     complete = False
     interrupted = False
     try:
-        run.measure(remaining, lambda: run.save(*_target(run, args, "")))
+        run.measure(remaining, lambda: run.save(*_target(run, args)))
         complete = not run.device_lost
         if args.ncu and complete and run.rows:
-            run.save(*_target(run, args, ""))  # before a tool that may fail
+            run.save(*_target(run, args))  # before a tool that may fail
             add_counters(run, chosen, args)
     except KeyboardInterrupt:
         interrupted = True
     finally:  # whatever happened, finished rows are kept
         if run.rows:
-            paths = run.save(*_target(run, args, selection.is_complete(args) if complete and not interrupted else ""))
+            paths = run.save(*_target(run, args, complete and not interrupted))
             print(tables.terminal(run.rows), "wrote " + ", ".join(map(str, paths)), sep="\n", flush=True)
     return _conclude(run, interrupted)
 
@@ -88,13 +88,14 @@ def add_counters(run: Run, chosen: Sequence[Case], args: argparse.Namespace) -> 
         print(tables.limits(run.rows), flush=True)
 
 
-def _target(run: Run, args: argparse.Namespace, complete: str) -> tuple[Path, str]:
-    """(folder, name) of the files. complete: the name of the results that the rows are all of."""
+def _target(run: Run, args: argparse.Namespace, complete: bool = False) -> tuple[Path, str]:
+    """(folder, name) of the files. complete: the rows are those of all chosen cases."""
+    results = selection.results_name(args)
     if args.out is not None:
-        return args.out, complete or rows.NAME
+        return args.out, results or rows.NAME
     if args.resume is not None:
         return args.resume.parent, args.resume.stem
-    return (RESULTS if complete else SCRATCH) / run.slug, complete or rows.NAME
+    return (RESULTS if complete and results else SCRATCH) / run.slug, results or rows.NAME
 
 
 def _conclude(run: Run, interrupted: bool) -> int:

@@ -159,6 +159,25 @@ def test_only_a_complete_default_sweep_writes_results(tmp_path, monkeypatch):
     assert len(list(results.glob("cpu-*/readme.csv"))) == 1
 
 
+def test_rows_under_way_leave_other_results_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(sweep.ck, "backends", lambda: {"cpu": "ok"})
+    blocks = [Block(("compress",), (Load(Shape.parse(SHAPE), 19), Load(Shape.parse(SHAPE), 32)))]
+    monkeypatch.setitem(suites.SUITES, "readme", suites.Suite("", lambda device: blocks))
+    monkeypatch.setattr(selection, "REPEATS", 3)
+    monkeypatch.setattr(run, "SAVE_EVERY_S", 0)
+    (tmp_path / "sweep.json").write_text("of an earlier run", encoding="utf-8")
+    folders, save = [], run.Run.save
+
+    def seen(self, folder, name):
+        folders.append((folder, name))
+        return save(self, folder, name)
+
+    monkeypatch.setattr(run.Run, "save", seen)
+    assert sweep.main(["--suite", "readme", "--out", str(tmp_path)]) == 0
+    assert len(folders) > 1 and set(folders) == {(tmp_path, "readme")}
+    assert (tmp_path / "sweep.json").read_text(encoding="utf-8") == "of an earlier run"
+
+
 def test_list(capsys):
     assert sweep.main(["--list", "--backend", "cpu"]) == 0
     lines = capsys.readouterr().out.splitlines()

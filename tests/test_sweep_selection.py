@@ -152,7 +152,7 @@ def test_wrong_names(tmp_path, capsys):
 
 def test_complete_sweeps():
     def complete(*arguments):
-        return selection.is_complete(options.parse(arguments))
+        return selection.results_name(options.parse(arguments))
 
     assert complete() == "sweep" and complete("--suite", "readme", "--ncu") == "readme"
     for partial in (["--quick"], ["--suite", "qk"], ["--seed", "1"], ["--cache", "warm"], ["--peer", "cublas"],
