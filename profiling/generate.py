@@ -75,8 +75,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="(default: %(default)s)")
     add("--device", choices=("cpu", "cuda"), help="(default: cuda if there is one)")
     add("--repeats", type=positive_integer, metavar="N",
-        help=f"runs of a fixed batch, the sides in turn, whose medians make a row (default: {REPEATS}; without a GPU or "
-             "with --quick 1); --batch max runs once")
+        help="runs whose medians make a row, the sides in turn but for --batch max "
+             f"(default: {REPEATS}; without a GPU or with --quick 1)")
     add("--seed", type=int, default=0, metavar="N", help="of weights and prompts (default: 0)")
     add("--quick", action="store_true", help="a tiny model and short texts: a smoke test, no figures to quote")
     add("--out", type=Path, metavar="DIR", help="folder for the files (default: see below)")
@@ -167,8 +167,8 @@ def _sides(args: argparse.Namespace) -> list[Side]:
 
 
 def _rows(args: argparse.Namespace, sides: Sequence[Side], model: Any, env: Any, progress: Progress) -> Iterator[Row]:
-    """Smaller batches first: they tell how much memory a sequence takes. The sides take turns at a batch: what slows the
-    host down for minutes meets all of them."""
+    """Smaller batches first: they tell how much memory a sequence takes. At a batch the sides take turns: what slows the
+    host down for a while meets all of them. Each has a largest batch of its own."""
     peaks: dict[Side, dict[int, int]] = {side: {} for side in sides}
     for batch in sorted(size for size in args.batch if size != "max"):
         results: dict[Side, list[measure.Result]] = {side: [] for side in sides}
@@ -184,12 +184,16 @@ def _rows(args: argparse.Namespace, sides: Sequence[Side], model: Any, env: Any,
                     progress.finish(rows.one_line(row))
                     yield row
     for side in sides if "max" in args.batch else ():
-        progress.start(f"{side.name}, batch max")
+        progress.start(f"{side.name}, batch max, 1 of {args.repeats}")
         for probe in (1, 2):
             if len(peaks[side]) < 2 and probe not in peaks[side]:
                 peaks[side][probe] = measure.run(model, side, probe, args.prompt, args.new, args.seed).peak_bytes
-        found, result = measure.run_largest(model, side, peaks[side], args.prompt, args.new, args.seed)
-        row = _row(args, model, env, side, found, True, [result])
+        batch, result = measure.run_largest(model, side, peaks[side], args.prompt, args.new, args.seed)
+        repeats = [result]
+        for repeat in range(2, args.repeats + 1):
+            progress.start(f"{side.name}, batch {batch}, {repeat} of {args.repeats}")
+            repeats.append(measure.run(model, side, batch, args.prompt, args.new, args.seed))
+        row = _row(args, model, env, side, batch, True, repeats)
         progress.finish(rows.one_line(row))
         yield row
 
@@ -229,9 +233,7 @@ def _command(args: argparse.Namespace, side: Side, batch: str) -> str:
         words += ["--sparsity", side.sparsity] if side.sparsity is not None else \
             ["--key-keep", side.key_keep, "--value-keep", side.value_keep]
         words += ["--window", side.window]
-    words += ["--dtype", args.dtype, "--device", args.device.type, "--seed", args.seed]
-    if batch != "max":
-        words += ["--repeats", args.repeats]
+    words += ["--dtype", args.dtype, "--device", args.device.type, "--seed", args.seed, "--repeats", args.repeats]
     allocator = os.environ[ALLOCATOR]
     return ("" if allocator == EXPANDABLE else f"{ALLOCATOR}={shlex.quote(allocator)} ") + shlex.join(map(str, words))
 

@@ -136,8 +136,8 @@ def markdown(rows: Sequence[Row]) -> str:
     lines = ["# Generation", "", *(f"{setting}." for setting in settings), "",
              "Greedy generation by `model.generate` with sdpa attention, random prompts without padding; every run "
              "after a short one. One run a row, or the medians of as many as the spread of its tokens/s names, in which "
-             "the caches at a batch took turns. tokens/s: all sequences, after the first token. Largest: the largest "
-             "batch that was found to fit.",
+             "the caches at a fixed batch took turns. tokens/s: all sequences, after the first token. Largest: the "
+             "largest batch that was found to fit.",
              "To dense: against the dense cache at the same batch, the largest against dense's own largest, of several "
              "dense rows the best one. Graph: the steps are replays of one CUDA graph, captured after the second token, "
              "beside a StaticCache likewise. Sdpa without cuDNN: torch may prefer cuDNN, which makes a plan for every "
