@@ -167,8 +167,8 @@ def _sides(args: argparse.Namespace) -> list[Side]:
 
 
 def _rows(args: argparse.Namespace, sides: Sequence[Side], model: Any, env: Any, progress: Progress) -> Iterator[Row]:
-    """Smaller batches first: they tell how much memory a sequence takes. At a batch the sides take turns: what slows the
-    host down for a while meets all of them. Each has a largest batch of its own."""
+    """Smaller batches first: they tell how much memory a sequence takes. At a batch the sides take turns: what slows
+    the host down for a while meets all of them. Each has a largest batch of its own."""
     peaks: dict[Side, dict[int, int]] = {side: {} for side in sides}
     for batch in sorted(size for size in args.batch if size != "max"):
         results: dict[Side, list[measure.Result]] = {side: [] for side in sides}

@@ -90,5 +90,5 @@ def _cell(row: Row) -> str:
 
 def _dense_attention(rows: Sequence[Row]) -> str:
     """The peers of attention in the cache's dtype."""
-    names = sorted({row.peer for row in rows if row.op == DECODE_OPS[-1] and peer_us(row) < math.inf})
+    names = sorted({row.peer for row in rows if row.op == "sparse_attention" and peer_us(row) < math.inf})
     return ", ".join(names[:-1]) + f" and {names[-1]}" if len(names) > 1 else "".join(names)

@@ -104,7 +104,12 @@ _REQUIRED = tuple(f.name for f in fields(Measured))[:FIELDS.index("scores")]
 
 def case_key(case: Case) -> tuple[Any, ...]:
     """What a case is of, whatever its seed and repeats."""
-    return case.op, case.backend, case.load, case.scores, case.cache, case.stages_ahead, case.timing
+    return *untimed_key(case), case.timing
+
+
+def untimed_key(case: Case) -> tuple[Any, ...]:
+    """Likewise, whatever it is timed with."""
+    return case.op, case.backend, case.load, case.scores, case.cache, case.stages_ahead
 
 
 def rounded(value: float, digits: int = 6) -> float:

@@ -16,7 +16,7 @@ from profiling.counters.fields import Counters
 from profiling.environment import Environment, environment
 from profiling.measure import is_fatal, measure_case
 from profiling.progress import Progress
-from profiling.rows import Row, case_key
+from profiling.rows import Row, case_key, untimed_key
 
 SAVE_EVERY_S = 20.0
 
@@ -49,8 +49,7 @@ class Run:
             return False
         env = self._environment(case)
         return any(
-            (row.op, row.backend, row.case.load, row.scores, row.cache, row.stages_ahead, row.seed, row.repeats)
-            == (case.op, case.backend, case.load, case.scores, case.cache, case.stages_ahead, case.seed, case.repeats)
+            (untimed_key(row.case), row.seed, row.repeats) == (untimed_key(case), case.seed, case.repeats)
             and (row.timing == case.timing or case.timing == "auto")
             and (row.device, row.commit, row.torch) == (env.name, env.commit, env.torch) and row.accurate
             for row in self._earlier)
@@ -97,14 +96,14 @@ class Run:
 
     def forms(self, chosen: Sequence[Case]) -> dict[Case, str]:
         """The cases that have rows, as those name them -> the form that a dense one ran in."""
-        wanted = {case_key(case)[:-1] for case in chosen}
+        wanted = {untimed_key(case) for case in chosen}
         cases = {replace(row.case, timing="events"): row.peer_form for row in self.rows}
-        return {case: form for case, form in cases.items() if case_key(case)[:-1] in wanted}
+        return {case: form for case, form in cases.items() if untimed_key(case) in wanted}
 
     def join(self, counted: Mapping[Case, Counters]) -> None:
         """Puts counters into the rows of their cases, whatever those were timed with."""
-        found = {case_key(case)[:-1]: asdict(counters) for case, counters in counted.items()}
-        self.new, self._earlier = ([replace(row, **found.get(case_key(row.case)[:-1], {})) for row in part]
+        found = {untimed_key(case): asdict(counters) for case, counters in counted.items()}
+        self.new, self._earlier = ([replace(row, **found.get(untimed_key(row.case), {})) for row in part]
                                    for part in (self.new, self._earlier))
 
     def save(self, folder: Path, name: str = rows_module.NAME) -> list[Path]:

@@ -8,7 +8,7 @@ import statistics
 import pytest
 
 import cute_kernels as ck
-from profiling import peers, rows, selection, sweep
+from profiling import cases, peers, rows, selection, sweep
 
 pytestmark = pytest.mark.gpu
 
@@ -45,12 +45,11 @@ def test_auto_takes_a_graph_for_short_kernels(tmp_path, backends):
 def test_any_depth_of_the_pipeline(backend, depths, tmp_path, backends, capsys):
     if backend not in backends:
         pytest.skip(f"no {backend} here")
-    words = ["--grid", "op=sparse_qk,sparse_av,sparse_attention", "B=2", "T=16384", "Sq=1,16", "keep=38",
+    words = ["--grid", f"op={','.join(cases.DECODE_OPS)}", "B=2", "T=16384", "Sq=1,16", "keep=38",
              f"backend={backend}"]
     found = measured(tmp_path, *words, f"ahead={','.join(map(str, depths))}")
     assert {(row.op, row.Sq, row.stages_ahead) for row in found} == {
-        (op, queries, depth) for op in ("sparse_qk", "sparse_av", "sparse_attention") for queries in (1, 16)
-        for depth in depths}
+        (op, queries, depth) for op in cases.DECODE_OPS for queries in (1, 16) for depth in depths}
     capsys.readouterr()
     assert sweep.main([*words, "ahead=60", "--out", str(tmp_path / "none")]) == 2
     assert "60 stages ahead: this kernel has room for" in capsys.readouterr().out

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 
-from profiling.cases import DECODE_OPS
+from profiling.cases import SPARSE_OPS
 from profiling.ceilings import Ceilings
 from profiling.plots import choose, style
 from profiling.rows import Row
@@ -17,7 +17,7 @@ DENSE = {"fp16": 16.0, "FP8": 8.0, "NVFP4": 4.5}  # bits per element
 
 
 def figure(rows: Sequence[Row], limits: Ceilings) -> Figure | None:
-    stored = [row for row in rows if row.op in (*DECODE_OPS, "compress") and row.T >= MIN_TOKENS]
+    stored = [row for row in rows if row.op in SPARSE_OPS and row.T >= MIN_TOKENS]
     series = choose.longest_series(stored, lambda row: row.D, lambda row: row.keep)
     if len({row.keep for row in series}) < 2:
         return None
