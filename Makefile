@@ -11,9 +11,13 @@ TEST_ARGS ?=
 ifeq ($(strip $(VENV)),)
   PY = $(PYTHON)
   ENVIRONMENT =
+  LINT_ENVIRONMENT =
+  CLANG_FORMAT = clang-format
 else
   PY = $(VENV)/bin/python
   ENVIRONMENT = $(VENV)/.cute_kernels_installed
+  LINT_ENVIRONMENT = $(VENV)/.cute_kernels_lint_installed
+  CLANG_FORMAT = $(VENV)/bin/clang-format
 endif
 PIP = $(PY) -m pip --disable-pip-version-check install --quiet
 REQUIREMENTS = third_party/requirements.txt third_party/headers.txt third_party/cuda-headers.txt
@@ -21,13 +25,16 @@ REQUIREMENTS = third_party/requirements.txt third_party/headers.txt third_party/
 # python/ comes first: the package in it, and not the C++ folder cute_kernels/, is what `import cute_kernels` means.
 export PYTHONPATH := $(CURDIR)/python:$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: help build test sweep clean
+.PHONY: help build test sweep lint format stubs clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make test    build in place and run the tests (TEST_ARGS: more arguments for pytest)"
 	@echo "make sweep   build in place and measure against the peers (SWEEP_ARGS: its arguments, such as --help)"
 	@echo "make build   build the extension in place"
+	@echo "make lint    check formatting, style and types, as CI does; needs no build"
+	@echo "make format  rewrite the sources as make lint wants them"
+	@echo "make stubs   build in place and rewrite the extension's stub file"
 	@echo "make clean   remove what the build wrote"
 	@echo "VENV=DIR     virtual environment to make and use (default: $(VENV)); 'VENV= PYTHON=python3' installs nothing"
 
@@ -39,6 +46,24 @@ test: build
 
 sweep: build
 	$(PY) -m profiling.sweep $(SWEEP_ARGS)
+
+# Of the C++ and CUDA sources.
+SOURCES = find cute_kernels profiling tests '(' -name '*.hpp' -o -name '*.cpp' -o -name '*.cu' ')' -print0
+
+lint: $(LINT_ENVIRONMENT)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(SOURCES) | xargs -0 $(CLANG_FORMAT) --dry-run --Werror
+	$(PY) -m mypy
+
+format: $(LINT_ENVIRONMENT)
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+	$(SOURCES) | xargs -0 $(CLANG_FORMAT) -i
+
+stubs: build $(LINT_ENVIRONMENT)
+	$(PY) -m third_party.stubs
+	$(PY) -m ruff format python/cute_kernels/_C.pyi
 
 # The stamp is written last, so an interrupted installation is taken up again.
 $(VENV)/.cute_kernels_installed: $(REQUIREMENTS)
@@ -53,6 +78,10 @@ $(VENV)/.cute_kernels_installed: $(REQUIREMENTS)
 	$(PY) -m third_party.cuda >/dev/null 2>&1 || $(PIP) --no-deps -r third_party/cuda-headers.txt
 	@touch $@
 
+$(VENV)/.cute_kernels_lint_installed: $(ENVIRONMENT) third_party/lint.txt
+	$(PIP) -r third_party/lint.txt
+	@touch $@
+
 clean:
-	rm -rf build dist python/*.egg-info python/cute_kernels/_C.*.so
+	rm -rf build dist .mypy_cache .ruff_cache python/*.egg-info python/cute_kernels/_C.*.so
 	find . -path './.venv*' -prune -o -name __pycache__ -type d -exec rm -rf {} +

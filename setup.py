@@ -3,7 +3,7 @@
 Metadata lies in pyproject.toml. Environment variables:
     CUDA_HOME, CUDA_PATH    root of the CUDA toolkit (default: that of nvcc on PATH, then /usr/local/cuda)
     CUTE_KERNELS_CUDA       0 builds the CPU backend only, 1 makes a missing nvcc an error
-    TORCH_CUDA_ARCH_LIST    architectures, see third_party/cuda.py (default: 8.0;9.0a)
+    TORCH_CUDA_ARCH_LIST    architectures, see cute_kernels/common/architectures.def
     CUTLASS_PATH            a CUTLASS checkout of the pinned version, in place of the nvidia-cutlass wheel
     MAX_JOBS                compilations at a time (default: ninja's own choice)
     CXX, CXXFLAGS, LDFLAGS  as usual
@@ -30,6 +30,7 @@ ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))  # an isolated build does not put the project's folder on the path
 
 from third_party import BuildError  # noqa: E402
+from third_party.architectures import BACKENDS  # noqa: E402
 from third_party.cuda import Arch, Toolkit, find_cuda, find_headers  # noqa: E402
 from third_party.cutlass import find_cutlass  # noqa: E402
 from third_party.tools import find_ninja, find_pybind11  # noqa: E402
@@ -58,7 +59,7 @@ X86_FLAGS = {
     "_avx512": AVX512_FLAGS,
     "_avx512bf16": [*AVX512_FLAGS, "-mavx512vbmi2", "-mavx512bf16"],
 }
-SM90_SUFFIX = "_sm90"  # kernels that compile for 9.0a only
+HEAD_DIM_MACRO = "CUTE_KERNELS_HEAD_DIM"  # files that use it are compiled once for each head_dim
 
 
 def isa_suffix(source: Path) -> str:
@@ -83,18 +84,27 @@ def find_sources(root: Path, archs: list[Arch]) -> list[Path]:
 
 def gencode_flags(source: Path, archs: list[Arch]) -> list[str]:
     """nvcc's -gencode flags for a .cu file; none if it has nothing to offer to these architectures."""
-    only_sm90 = source.stem.endswith(SM90_SUFFIX)
-    return [arch.gencode for arch in archs if arch.name == "9.0a" or not only_sm90]
+    backends = [backend for backend in BACKENDS.values() if source.stem.endswith(backend.suffix)]
+    return [arch.gencode for arch in archs if all(backend.compiles_for(arch.name) for backend in backends)]
+
+
+def head_dims(root: Path) -> list[int]:
+    """What kernels are instantiated for, see cute_kernels/format/head_dims.def."""
+    text = (root / LIBRARY / "format" / "head_dims.def").read_text(encoding="utf-8")
+    return [int(d) for d in re.findall(r"^CUTE_KERNELS_FOR_HEAD_DIM\((\d+)\)", text, re.MULTILINE)]
+
+
+def compilations(root: Path, source: Path) -> list[tuple[str, list[str]]]:
+    """(object's name, flags) for every time that a file is compiled: once, or once for each head_dim that it names."""
+    if HEAD_DIM_MACRO not in (root / source).read_text(encoding="utf-8"):
+        return [(f"{source}.o", [])]
+    return [(f"{source}.d{d}.o", [f"-D{HEAD_DIM_MACRO}={d}"]) for d in head_dims(root)]
 
 
 def defines(toolkit: Toolkit | None, archs: list[Arch]) -> list[str]:
-    names = [arch.name for arch in archs]
-    spelled = [arch.name + ("+PTX" if arch.ptx else "") for arch in archs]
     return [
         *(["-DCUTE_KERNELS_CUDA=1"] if toolkit else []),
-        f'-DCUTE_KERNELS_ARCHS="{";".join(spelled)}"',
-        f"-DCUTE_KERNELS_HAVE_SM80={int(bool(archs))}",  # every architecture accepted runs these kernels
-        f"-DCUTE_KERNELS_HAVE_SM90A={int('9.0a' in names)}",
+        f'-DCUTE_KERNELS_ARCHS="{";".join(arch.spelled for arch in archs)}"',
     ]
 
 
@@ -137,7 +147,7 @@ class NinjaBuildExt(build_ext):
             command += ["-j", os.environ["MAX_JOBS"]]
         if self.verbose and self.verbose > 1:
             command += ["-v"]
-        status = subprocess.run(command, cwd=ROOT).returncode
+        status = subprocess.run(command, cwd=ROOT, check=False).returncode
         if status != 0:
             raise BuildError(f"the compilation failed (ninja ended with {status}); its output above says why")
 
@@ -185,17 +195,22 @@ class NinjaBuildExt(build_ext):
             ]
         objects = []
         for source in find_sources(ROOT, archs):
-            objects.append(folder / f"{source}.o")
             if source.suffix == ".cu":
                 rule, flags = "nvcc", [*NVCC_FLAGS, *gencode_flags(source, archs)]
             else:
                 rule, flags = "cxx", [*CXX_FLAGS, *isa_flags(source), *user_flags]
-            lines += [
-                f"build {ninja_path(objects[-1])}: {rule} {ninja_path(source)}",
-                "  flags = " + ninja_value(flags),
-            ]
-        link_flags = [*LINK_FLAGS, *library_dirs, *(CUDA_LIBRARIES if toolkit else []),
-                      *shlex.split(os.environ.get("LDFLAGS", ""))]
+            for name, macros in compilations(ROOT, source):
+                objects.append(folder / name)
+                lines += [
+                    f"build {ninja_path(objects[-1])}: {rule} {ninja_path(source)}",
+                    "  flags = " + ninja_value([*flags, *macros]),
+                ]
+        link_flags = [
+            *LINK_FLAGS,
+            *library_dirs,
+            *(CUDA_LIBRARIES if toolkit else []),
+            *shlex.split(os.environ.get("LDFLAGS", "")),
+        ]
         lines += [
             f"build {ninja_path(module)}: link {' '.join(ninja_path(o) for o in objects)}",
             "  flags = " + ninja_value(link_flags),

@@ -1,4 +1,4 @@
-"""Measurements of cute_kernels: `python -m profiling.sweep`, `profiling.report`, `profiling.compare`,
+"""Measurements of cute_kernels: `python -m profiling.sweep`, `profiling.report`, `profiling.compare`, `profiling.ab`,
 `profiling.decode_microbench`, `profiling.host_cost`; without a GPU `profiling.tile_model`, `profiling.sass`.
 
 Run from the repository's root. Importing this package puts the checkout's python/ on the module path.

@@ -15,8 +15,8 @@ OPS = SPARSE_OPS + DENSE_OPS
 
 DTYPES = ("float16", "bfloat16")
 DATA = ("gaussian", "outlier", "equal")  # see data.py
-CACHES = ("cold", "warm")                # last-level cache at every call: other operands, or the same ones again
-TIMINGS = ("events", "graph", "auto")    # see timing.py
+CACHES = ("cold", "warm")  # last-level cache at every call: other operands, or the same ones again
+TIMINGS = ("events", "graph", "auto")  # see timing.py
 EQUAL_BLOCK = 8  # "equal" keeps whole blocks of so many channels
 
 
@@ -39,7 +39,7 @@ class Shape:
 
     @classmethod
     def parse(cls, text: str) -> Shape:
-        """"8,32,8,1,16384,128" (B,Hq,Hkv,Sq,T,D) -> Shape; ValueError says what is wrong."""
+        """ "8,32,8,1,16384,128" (B,Hq,Hkv,Sq,T,D) -> Shape; ValueError says what is wrong."""
         try:
             sizes = [int(part) for part in text.split(",")]
         except ValueError:
@@ -80,8 +80,10 @@ class Load:
         if not 1 <= self.keep <= self.shape.head_dim:
             raise ValueError(f"keep {self.keep} is not in 1..{self.shape.head_dim}, the head dim of shape {self.shape}")
         if self.data == "equal" and (self.keep % EQUAL_BLOCK or self.shape.head_dim % EQUAL_BLOCK):
-            raise ValueError(f"data 'equal' takes keep and D that are multiples of {EQUAL_BLOCK}, not keep {self.keep} "
-                             f"and D {self.shape.head_dim}")
+            raise ValueError(
+                f"data 'equal' takes keep and D that are multiples of {EQUAL_BLOCK}, not keep {self.keep} "
+                f"and D {self.shape.head_dim}"
+            )
 
 
 @dataclass(frozen=True)
@@ -89,11 +91,11 @@ class Case:
     """One operation on one load, to be measured beside each of its peers."""
 
     op: str
-    backend: str        # of a dense operation: the peer's name
+    backend: str  # of a dense operation: the peer's name
     load: Load
     seed: int = 0
     repeats: int = 30
-    scores: str = ""    # dtype of sparse_qk's result and sparse_av's p, if not the load's
+    scores: str = ""  # dtype of sparse_qk's result and sparse_av's p, if not the load's
     cache: str = "cold"
     timing: str = "events"
     stages_ahead: int = 0  # depth of a GPU kernel's pipeline; 0: as cute_kernels/dispatch chooses
@@ -129,19 +131,33 @@ class Case:
     def command(self) -> str:
         """Measures exactly this row."""
         load = self.load
-        text = (f"python -m profiling.sweep --op {self.op} --backend {shlex.quote(self.backend)} --shape {load.shape} "
-                f"--keep {load.keep} --dtype {load.dtype} --data {load.data} "
-                f"--seed {self.seed} --repeats {self.repeats}")
-        extra = (("--scores", self.scores, ""), ("--cache", self.cache, "cold"), ("--timing", self.timing, "events"),
-                 ("--stages-ahead", self.stages_ahead, 0))
+        text = (
+            f"python -m profiling.sweep --op {self.op} --backend {shlex.quote(self.backend)} --shape {load.shape} "
+            f"--keep {load.keep} --dtype {load.dtype} --data {load.data} "
+            f"--seed {self.seed} --repeats {self.repeats}"
+        )
+        extra = (
+            ("--scores", self.scores, ""),
+            ("--cache", self.cache, "cold"),
+            ("--timing", self.timing, "events"),
+            ("--stages-ahead", self.stages_ahead, 0),
+        )
         return text + "".join(f" {option} {value}" for option, value, default in extra if value != default)
 
     def __str__(self) -> str:
         load = self.load
-        words = (self.op, self.backend, str(load.shape), f"keep {load.keep}", load.dtype, load.data,
-                 self.scores and f"scores {self.scores}", "warm" if self.cache == "warm" else "",
-                 "" if self.timing == "events" else self.timing,
-                 f"{self.stages_ahead} stages ahead" if self.stages_ahead else "")
+        words = (
+            self.op,
+            self.backend,
+            str(load.shape),
+            f"keep {load.keep}",
+            load.dtype,
+            load.data,
+            self.scores and f"scores {self.scores}",
+            "warm" if self.cache == "warm" else "",
+            "" if self.timing == "events" else self.timing,
+            f"{self.stages_ahead} stages ahead" if self.stages_ahead else "",
+        )
         return " ".join(word for word in words if word)
 
 
@@ -166,9 +182,14 @@ class Block:
         for load in self.loads:
             if op in DENSE_OPS:
                 load = Load(load.shape, load.shape.head_dim, load.dtype)
-            found += [Case(op, backend, load, seed, repeats, "" if score == load.dtype else score, cache, timing, depth)
-                      for backend in backends for score in scores for cache in self.caches for timing in self.timings
-                      for depth in depths]
+            found += [
+                Case(op, backend, load, seed, repeats, "" if score == load.dtype else score, cache, timing, depth)
+                for backend in backends
+                for score in scores
+                for cache in self.caches
+                for timing in self.timings
+                for depth in depths
+            ]
         return found
 
 

@@ -1,16 +1,16 @@
-"""What a device allows: copy bandwidth from a sweep's rows, decoding rates from decode.csv beside them."""
+"""What a device allows: copy bandwidth from a sweep's rows, decoding rates from decode.json beside them."""
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from profiling import records
 from profiling.rows import Row
 
-DECODE_FILE = "decode.csv"  # of python -m profiling.decode_microbench --out
-MIN_BYTES = 64e6            # a smaller copy tells more about its launch than about bandwidth
+DECODE_FILE = "decode.json"  # of python -m profiling.decode_microbench --out
+MIN_BYTES = 64e6  # a smaller copy tells more about its launch than about bandwidth
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,6 @@ def decode_rates(path: Path) -> dict[str, float]:
     """The best rate of each scheme in a file of the decode micro-benchmark; nothing without the file."""
     rates: dict[str, float] = {}
     if path.is_file():
-        with path.open(newline="", encoding="utf-8") as file:
-            for line in csv.DictReader(file):
-                rates[line["scheme"]] = max(rates.get(line["scheme"], 0.0), float(line["elements_per_clk_sm"]))
+        for row in records.read(path):
+            rates[row["scheme"]] = max(rates.get(row["scheme"], 0.0), row["elements_per_clk_sm"])
     return rates

@@ -52,7 +52,9 @@ class Change:
 
     @property
     def worse(self) -> bool:
-        return self.old.accurate and not self.new.accurate or self.moved and self.factor > 1 and not self.machine_moved
+        return (self.old.accurate and not self.new.accurate) or (
+            self.moved and self.factor > 1 and not self.machine_moved
+        )
 
     def __str__(self) -> str:
         beside = f" beside {self.new.peer}" if self.new.peer else ""
@@ -60,8 +62,10 @@ class Change:
         notes = " (the machine moved)" if self.moved and self.machine_moved else ""
         if self.old.status != self.new.status:
             notes += f" {self.old.status} -> {self.new.status}"
-        return (f"{self.new.case}{beside}: {self.old.median_us:.1f} -> {self.new.median_us:.1f} us "
-                f"{self.factor - 1:+.1%} (noise {self.noise:.1%}){peer}{notes}")
+        return (
+            f"{self.new.case}{beside}: {self.old.median_us:.1f} -> {self.new.median_us:.1f} us "
+            f"{self.factor - 1:+.1%} (noise {self.noise:.1%}){peer}{notes}"
+        )
 
 
 def changes(old: Sequence[Row], new: Sequence[Row]) -> list[Change]:
@@ -76,15 +80,20 @@ def summary(old: Sequence[Row], new: Sequence[Row], everything: bool = False) ->
     found = changes(old, new)
     lines = [str(c) for c in found if everything or c.moved or c.old.status != c.new.status]
     moved = sum(c.moved for c in found)
-    lines.append(f"{moved} of {len(found)} rows moved beyond noise, {sum(c.worse for c in found)} for the worse; "
-                 f"{len({r.key for r in new} - {r.key for r in old})} only in the new sweep, "
-                 f"{len({r.key for r in old} - {r.key for r in new})} only in the old one")
+    lines.append(
+        f"{moved} of {len(found)} rows moved beyond noise, {sum(c.worse for c in found)} for the worse; "
+        f"{len({r.key for r in new} - {r.key for r in old})} only in the new sweep, "
+        f"{len({r.key for r in old} - {r.key for r in new})} only in the old one"
+    )
     return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m profiling.compare", description=__doc__.split("\n", 1)[1],
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m profiling.compare",
+        description=__doc__.split("\n", 1)[1],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("old", type=Path)
     parser.add_argument("new", type=Path)
     parser.add_argument("--all", action="store_true", help="list every row")

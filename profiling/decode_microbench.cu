@@ -15,6 +15,8 @@
 //
 // To measure another one, write that struct and add it to `main`. `python -m profiling.decode_microbench` builds and
 // runs this file. Output is CSV; the exit status is 1 if a scheme decoded anything wrong, 2 without a usable GPU.
+#include <cuda_runtime.h>
+
 #include <algorithm>
 #include <array>
 #include <cstdio>
@@ -22,29 +24,27 @@
 #include <random>
 #include <vector>
 
-#include <cuda_runtime.h>
-
 #include "cute_kernels/common/error.hpp"
 #include "cute_kernels/common/ptx.hpp"
-#include "cute_kernels/format/codec.hpp"
-#include "cute_kernels/matmul/decompress.hpp"
+#include "cute_kernels/mma/decoder.hpp"
 
 namespace cute_kernels::profiling {
 
 using namespace cute;
-using format::Codec16;
+using format::BitmapTile;
+using format::Fp16Codec;
 using format::kLanes;
 using format::kRowBytes;
 
-constexpr int kLaneElements = 64;                 // two bitmap words
-constexpr int kRegisters = kLaneElements / 2;     // half2 registers of a lane
-constexpr int kAtomRegisters = 4;                 // of one m16n8k16 A fragment
-constexpr int kPatterns = 8;                      // different blocks; warp w decodes block w % kPatterns
+constexpr int kLaneElements = 64;              // two bitmap words
+constexpr int kRegisters = kLaneElements / 2;  // half2 registers of a lane
+constexpr int kAtomRegisters = 4;              // of one m16n8k16 A fragment
+constexpr int kPatterns = 8;                   // different blocks; warp w decodes block w % kPatterns
 constexpr int kIterations = 4000;
 
 using LaneElements = std::array<uint16_t, kLaneElements>;  // bits of the halves; 0 is an absent element
 template <int kRows>
-using LaneColumn = std::array<uint32_t, kRows>;            // a lane's word of every row
+using LaneColumn = std::array<uint32_t, kRows>;                        // a lane's word of every row
 using Fragments = decltype(make_tensor<uint32_t>(Int<kRegisters>{}));  // register i: elements 2i (low half), 2i + 1
 
 // ---- Schemes -------------------------------------------------------------------------------------------------------
@@ -53,17 +53,17 @@ using Fragments = decltype(make_tensor<uint32_t>(Int<kRegisters>{}));  // regist
 // registers of the one and two of the other.
 struct SplitStreams {
   static constexpr char const* kName = "split streams";
-  static constexpr int kBitmapRows = kLaneElements / format::kWordElements;
-  static constexpr int kMaxRows = kBitmapRows + kLaneElements / Codec16::kStreams;
+  static constexpr int kBitmapRows = kLaneElements / BitmapTile::kWordElements;
+  static constexpr int kMaxRows = kBitmapRows + kLaneElements / BitmapTile::kStreams;
 
   static int pack(LaneElements const& elements, LaneColumn<kMaxRows>& column) {
-    int length[Codec16::kStreams] = {};
+    int length[BitmapTile::kStreams] = {};
     for (int e = 0; e < kLaneElements; ++e) {  // in the order of the streams
-      uint16_t value = elements[e / 8 * 8 + format::ElementOrder{}(e % 8)];
+      uint16_t value = elements[e / 8 * 8 + BitmapTile::ElementOrder{}(e % 8)];
       if (value == 0) continue;
-      int stream = Codec16::stream(e);
-      column[format::bitmap_word(e)] |= 1u << format::bitmap_bit(e % format::kWordElements);
-      column[kBitmapRows + length[stream]++] |= Codec16::place(value, stream);
+      int stream = BitmapTile::stream(e), rank = length[stream]++;
+      column[BitmapTile::bitmap_word(e)] |= 1u << BitmapTile::bitmap_bit(e % BitmapTile::kWordElements);
+      column[kBitmapRows + rank] |= Fp16Codec::place(value, stream, rank);
     }
     return kBitmapRows + *std::max_element(std::begin(length), std::end(length));
   }
@@ -72,8 +72,9 @@ struct SplitStreams {
     uint32_t word0 = ptx::load_shared_u32(column);
     uint32_t word1 = ptx::load_shared_u32(column + kRowBytes);
     uint32_t above_values = column + (kBitmapRows - 1) * kRowBytes;
-    matmul::StreamCursor at{above_values, above_values + 2};
-    matmul::decompress64(word0, word1, at, fragments);
+    using Decoder = mma::Decoder<BitmapTile, Fp16Codec>;
+    typename Decoder::Cursor at{above_values, above_values + 2};
+    Decoder::decode64(word0, word1, at, fragments);
   }
 };
 
@@ -117,7 +118,7 @@ __global__ void __launch_bounds__(kWarps* kLanes)
     Scheme::decode(column, registers);
     CUTE_UNROLL
     for (int r = 0; r < kRegisters; r += kAtomRegisters) {
-      float(&c)[4] = sum[r / kAtomRegisters % 2];
+      float (&c)[4] = sum[r / kAtomRegisters % 2];
       SM80_16x8x16_F32F16F16F32_TN::fma(c[0], c[1], c[2], c[3], registers(r), registers(r + 1), registers(r + 2),
                                         registers(r + 3), kOnes, kOnes, c[0], c[1], c[2], c[3]);
     }

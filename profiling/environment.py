@@ -24,10 +24,10 @@ class Environment:
 
     device: torch.device
     name: str
-    cache_bytes: int            # last-level cache, all of it
+    cache_bytes: int  # last-level cache, all of it
     multiprocessors: int | None  # GPU only
-    clock_mhz: float | None      # GPU only: the fastest SM clock
-    threads: int | None          # CPU only
+    clock_mhz: float | None  # GPU only: the fastest SM clock
+    threads: int | None  # CPU only
     driver: str
     torch: str
     commit: str
@@ -41,28 +41,42 @@ class Environment:
 
 
 def environment(device: torch.device) -> Environment:
-    common = {"torch": torch.__version__, "commit": commit(),
-              "timestamp": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")}
+    common = {
+        "torch": torch.__version__,
+        "commit": commit(),
+        "timestamp": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    }
     if device.type == "cpu":
         return Environment(device, _cpu_name(), _cpu_cache_bytes(), None, None, torch.get_num_threads(), "", **common)
     properties = torch.cuda.get_device_properties(device)
     driver, clock_mhz = _nvidia_smi(properties)
-    return Environment(device, properties.name, properties.L2_cache_size, properties.multi_processor_count, clock_mhz,
-                       None, driver, **common)
+    return Environment(
+        device,
+        properties.name,
+        properties.L2_cache_size,
+        properties.multi_processor_count,
+        clock_mhz,
+        None,
+        driver,
+        **common,
+    )
 
 
-def commit() -> str:
-    """The checkout's commit, with -dirty when tracked files besides results differ from it.
+def commit(checkout: Path = ROOT) -> str:
+    """A checkout's commit, with -dirty when tracked files besides results differ from it.
 
-    A copy of the tree without its .git names its commit in CUTE_KERNELS_COMMIT; without either it is "unknown".
+    A copy of this tree without its .git names its commit in CUTE_KERNELS_COMMIT; without either it is "unknown".
     """
-    if named := os.environ.get("CUTE_KERNELS_COMMIT"):
+    if checkout == ROOT and (named := os.environ.get("CUTE_KERNELS_COMMIT")):
         return named
-    head = _output("git", "-C", str(ROOT), "rev-parse", "HEAD")
+    if not (checkout / ".git").exists():  # else it would be that of a checkout around this folder
+        return "unknown"
+    head = _output("git", "-C", str(checkout), "rev-parse", "HEAD")
     if not head:
         return "unknown"
-    changes = _output("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no", "--", ".",
-                      ":!profiling/results")
+    changes = _output(
+        "git", "-C", str(checkout), "status", "--porcelain", "--untracked-files=no", "--", ".", ":!profiling/results"
+    )
     return head + ("-dirty" if changes else "")
 
 

@@ -14,13 +14,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-# Dense caches grow by a token at a time: without this their memory falls to pieces, and less of it fits.
+# Dense caches grow by a token at a time: without this, memory gets fragmented and less fits.
 ALLOCATOR, EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"
 os.environ.setdefault(ALLOCATOR, EXPANDABLE)
 
 import torch
 
-from profiling import ROOT
+from profiling import folders
 from profiling.environment import environment
 from profiling.generation import measure, models, rows
 from profiling.generation.measure import Side
@@ -29,7 +29,6 @@ from profiling.options import positive_integer
 from profiling.progress import Progress
 
 EXIT_OK, EXIT_FAILED, EXIT_MISSING, EXIT_INTERRUPTED = 0, 1, 2, 130
-RESULTS, SCRATCH = ROOT / "profiling" / "results", ROOT / "build" / "generate"
 PROMPT, NEW_TOKENS, BATCHES, SPARSITY, WINDOW, REPEATS = 4096, 512, "1,8,max", 0.7, 32, 3
 QUICK = {"prompt": 200, "new": 24, "batch": "1,2"}
 
@@ -45,43 +44,67 @@ random configs: {configs}
 --batch max is the largest batch that fits, found from the peak memory of two smaller ones (of --batch, else 1 and 2)
 and tried; where it does not fit, batches of 5 % less each. Every cache has its own. It needs a GPU.
 
-Files: NAME.csv, NAME.json, NAME.md. A complete run of the defaults writes to profiling/results/DEVICE/,
-everything else to build/generate/DEVICE/; --out DIR overrides both. They are written after every row."""
+Rows go to build/profiling/DEVICE/NAME.json, which git ignores, after every row; --out DIR names another folder. With
+--commit-results they go to profiling/results/DEVICE/. python -m profiling.report makes tables and CSV of them."""
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     epilog = EPILOG.format(configs=", ".join(models.RANDOM_CONFIGS))
-    parser = argparse.ArgumentParser(prog="python -m profiling.generate", description=DESCRIPTION, epilog=epilog,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m profiling.generate",
+        description=DESCRIPTION,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     add = parser.add_argument
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--model", type=Path, metavar="DIR", help="folder of a model, as save_pretrained writes it")
-    source.add_argument("--random-config", choices=models.RANDOM_CONFIGS, metavar="NAME",
-                        help="shape of a model with random weights (default: llama3-8b; without a GPU or with --quick "
-                             "tiny)")
+    source.add_argument(
+        "--random-config",
+        choices=models.RANDOM_CONFIGS,
+        metavar="NAME",
+        help="shape of a model with random weights (default: llama3-8b; without a GPU or with --quick tiny)",
+    )
     add("--prompt", type=positive_integer, metavar="N", help=f"tokens of each prompt (default: {PROMPT})")
     add("--new", type=_at_least_3, metavar="N", help=f"new tokens of each sequence (default: {NEW_TOKENS})")
     add("--batch", type=_batches, metavar="LIST", help=f"sequences, or max (default: {BATCHES}; without a GPU 1,2)")
-    add("--side", action="append", choices=measure.SIDES,
+    add(
+        "--side",
+        action="append",
+        choices=measure.SIDES,
         help="what to measure, may be repeated (default: dense, sparse); -graph: steps as replays of a CUDA graph, "
-             "with a StaticCache or a SparseKVCache")
-    add("--sdpa", type=_sdpa, metavar="LIST",
+        "with a StaticCache or a SparseKVCache",
+    )
+    add(
+        "--sdpa",
+        type=_sdpa,
+        metavar="LIST",
         help="of default (torch chooses the backend) and no-cudnn; dense sides are measured with each, others with the "
-             "first (default: default,no-cudnn; without a GPU default)")
+        "first (default: default,no-cudnn; without a GPU default)",
+    )
     add("--sparsity", type=float, metavar="S", help=f"share of channels pruned (default: {SPARSITY})")
     add("--key-keep", type=positive_integer, metavar="N", help="channels kept of keys, in place of --sparsity")
     add("--value-keep", type=positive_integer, metavar="N", help="channels kept of values, in place of --sparsity")
     add("--window", type=int, default=WINDOW, metavar="N", help=f"newest tokens kept dense (default: {WINDOW})")
     add("--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="(default: %(default)s)")
     add("--device", choices=("cpu", "cuda"), help="(default: cuda if there is one)")
-    add("--repeats", type=positive_integer, metavar="N",
+    add(
+        "--repeats",
+        type=positive_integer,
+        metavar="N",
         help="runs whose medians make a row, the sides in turn but for --batch max "
-             f"(default: {REPEATS}; without a GPU or with --quick 1)")
+        f"(default: {REPEATS}; without a GPU or with --quick 1)",
+    )
     add("--seed", type=int, default=0, metavar="N", help="of weights and prompts (default: 0)")
     add("--quick", action="store_true", help="a tiny model and short texts: a smoke test, no figures to quote")
-    add("--out", type=Path, metavar="DIR", help="folder for the files (default: see below)")
-    add("--name", default=rows.NAME, metavar="NAME",
-        help="of the files (default: %(default)s); profiling.report reads those that begin with generate")
+    add("--out", type=Path, metavar="DIR", help="folder for the file (default: see below)")
+    add("--commit-results", action="store_true", help="write to the committed results of this GPU")
+    add(
+        "--name",
+        default=rows.NAME,
+        metavar="NAME",
+        help="of the file (default: %(default)s); profiling.report reads those that begin with generate",
+    )
     args = parser.parse_args(arguments)
     if (args.key_keep is None) != (args.value_keep is None):
         parser.error("--key-keep and --value-keep come together")
@@ -89,9 +112,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("give --sparsity or --key-keep and --value-keep, not both")
     if args.sparsity is not None and not 0 <= args.sparsity < 1:
         parser.error(f"--sparsity must be at least 0 and below 1, got {args.sparsity}")
-    args.defaults = not any((args.model, args.random_config, args.prompt, args.new, args.batch, args.side,
-                             args.sdpa, args.sparsity is not None, args.key_keep, args.quick, args.dtype != "bfloat16",
-                             args.window != WINDOW, args.seed, args.repeats))
+    if args.commit_results and (args.out or args.quick):
+        parser.error("--commit-results goes without --out and --quick")
     return _complete(args, parser)
 
 
@@ -101,7 +123,8 @@ def _complete(args: argparse.Namespace, parser: argparse.ArgumentParser) -> argp
         parser.error("--device cuda: no CUDA device")
     args.device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     on_cpu = args.device.type == "cpu"
-    args.defaults &= not on_cpu
+    if args.commit_results and on_cpu:
+        parser.error("--commit-results needs a GPU")
     small = args.quick or on_cpu
     args.random_config = args.random_config or ("tiny" if small else "llama3-8b")
     args.repeats = args.repeats or (1 if small else REPEATS)
@@ -125,13 +148,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
     try:
         import transformers
+
         from cute_kernels.integrations.transformers import SparseKVCache  # noqa: F401
     except ImportError as error:
         print(f"python -m profiling.generate: {error}", file=sys.stderr)
         return EXIT_MISSING
     transformers.logging.set_verbosity_error()
     env = environment(args.device)
-    folder = args.out or (RESULTS if args.defaults else SCRATCH) / env.slug
+    folder = args.out or folders.of_device(env.slug, args.commit_results)
     folder.mkdir(parents=True, exist_ok=True)  # fails now rather than after the measurements
     try:
         model = models.load(args.model, args.random_config, getattr(torch, args.dtype), args.device, args.seed)
@@ -153,8 +177,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"python -m profiling.generate: {error}", file=sys.stderr)
         status = EXIT_FAILED
     if done:
-        paths = rows.write(done, folder, args.name)
-        print(rows.terminal(done), "wrote " + ", ".join(map(str, paths)), sep="\n", flush=True)
+        path = rows.write(done, folder, args.name)
+        print(rows.terminal(done), f"wrote {path}", sep="\n", flush=True)
     return status
 
 
@@ -198,8 +222,15 @@ def _rows(args: argparse.Namespace, sides: Sequence[Side], model: Any, env: Any,
         yield row
 
 
-def _row(args: argparse.Namespace, model: Any, env: Any, side: Side, batch: int, largest: bool,
-         results: Sequence[measure.Result]) -> Row:
+def _row(
+    args: argparse.Namespace,
+    model: Any,
+    env: Any,
+    side: Side,
+    batch: int,
+    largest: bool,
+    results: Sequence[measure.Result],
+) -> Row:
     import transformers
 
     result, speeds = measure.median(results), [round(each.tokens_per_s, 2) for each in results]
@@ -214,24 +245,64 @@ def _row(args: argparse.Namespace, model: Any, env: Any, side: Side, batch: int,
     name = str(args.model) if args.model is not None else f"{args.random_config}, random weights"
     tokens = args.prompt + args.new - 1  # the last one is not fed back
     return Row(
-        model=name, parameters=models.parameters(model), side=side.name, cache=result.cache, key_keep=kept[0],
-        value_keep=kept[1], window=side.window if side.sparse else None, head_dim=head_dim, batch=batch,
-        largest=largest, prompt=args.prompt, new_tokens=args.new, dtype=args.dtype, ttft_ms=round(result.ttft_ms, 3),
-        step_ms=round(result.step_ms, 4), tokens_per_s=round(result.tokens_per_s, 2),
-        total_tokens_per_s=round(result.total_tokens_per_s, 2), peak_bytes=result.peak_bytes, kv_bytes=result.kv_bytes,
-        dense_kv_bytes=batch * models.dense_kv_bytes(model, tokens), device=env.name, torch=env.torch,
-        transformers=transformers.__version__, driver=env.driver, commit=env.commit, timestamp=env.timestamp,
-        command=_command(args, side, "max" if largest else str(batch)), sdpa=side.sdpa,
-        repeats=len(results), lowest_tokens_per_s=min(speeds), highest_tokens_per_s=max(speeds))
+        model=name,
+        parameters=models.parameters(model),
+        side=side.name,
+        cache=result.cache,
+        key_keep=kept[0],
+        value_keep=kept[1],
+        window=side.window if side.sparse else None,
+        head_dim=head_dim,
+        batch=batch,
+        largest=largest,
+        prompt=args.prompt,
+        new_tokens=args.new,
+        dtype=args.dtype,
+        ttft_ms=round(result.ttft_ms, 3),
+        step_ms=round(result.step_ms, 4),
+        tokens_per_s=round(result.tokens_per_s, 2),
+        total_tokens_per_s=round(result.total_tokens_per_s, 2),
+        peak_bytes=result.peak_bytes,
+        kv_bytes=result.kv_bytes,
+        dense_kv_bytes=batch * models.dense_kv_bytes(model, tokens),
+        device=env.name,
+        torch=env.torch,
+        transformers=transformers.__version__,
+        driver=env.driver,
+        commit=env.commit,
+        timestamp=env.timestamp,
+        command=_command(args, side, "max" if largest else str(batch)),
+        sdpa=side.sdpa,
+        repeats=len(results),
+        lowest_tokens_per_s=min(speeds),
+        highest_tokens_per_s=max(speeds),
+    )
 
 
 def _command(args: argparse.Namespace, side: Side, batch: str) -> str:
     model = ["--model", str(args.model)] if args.model is not None else ["--random-config", args.random_config]
-    words = ["python", "-m", "profiling.generate", *model, "--prompt", args.prompt, "--new", args.new, "--batch", batch,
-             "--side", side.name, "--sdpa", side.sdpa]
+    words = [
+        "python",
+        "-m",
+        "profiling.generate",
+        *model,
+        "--prompt",
+        args.prompt,
+        "--new",
+        args.new,
+        "--batch",
+        batch,
+        "--side",
+        side.name,
+        "--sdpa",
+        side.sdpa,
+    ]
     if side.sparse:
-        words += ["--sparsity", side.sparsity] if side.sparsity is not None else \
-            ["--key-keep", side.key_keep, "--value-keep", side.value_keep]
+        words += (
+            ["--sparsity", side.sparsity]
+            if side.sparsity is not None
+            else ["--key-keep", side.key_keep, "--value-keep", side.value_keep]
+        )
         words += ["--window", side.window]
     words += ["--dtype", args.dtype, "--device", args.device.type, "--seed", args.seed, "--repeats", args.repeats]
     allocator = os.environ[ALLOCATOR]

@@ -19,8 +19,14 @@ from profiling import cases
 from profiling.cases import Block, Load, Shape
 
 SIZES = {"B": (1,), "Hq": (32,), "Hkv": (8,), "Sq": (1,), "T": (4096,), "D": (128,)}  # and what they are by default
-CHOICES = {"dtype": cases.DTYPES, "data": cases.DATA, "scores": ("", "float16", "bfloat16", "float32"),
-           "cache": cases.CACHES, "timing": cases.TIMINGS, "op": cases.OPS}
+CHOICES = {
+    "dtype": cases.DTYPES,
+    "data": cases.DATA,
+    "scores": ("", "float16", "bfloat16", "float32"),
+    "cache": cases.CACHES,
+    "timing": cases.TIMINGS,
+    "op": cases.OPS,
+}
 KEYS = (*SIZES, "keep", "sparsity", "ahead", *CHOICES, "backend")
 MAX_LENGTH = 10_000
 _RANGE = re.compile(r"(\d+)\.\.(\d+)(?:\+(\d+))?")
@@ -67,8 +73,10 @@ def _parsed(path: Path, text: str) -> Any:
     try:
         import yaml
     except ImportError:
-        raise ValueError(f"{path}: reading YAML needs PyYAML (pip install 'cute-kernels[profile]' or pyyaml); "
-                         "a .json file of the same content needs nothing") from None
+        raise ValueError(
+            f"{path}: reading YAML needs PyYAML (pip install 'cute-kernels[profile]' or pyyaml); "
+            "a .json file of the same content needs nothing"
+        ) from None
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -85,17 +93,29 @@ def block(lists: Mapping[str, Any]) -> Block:
     for key, allowed in CHOICES.items():
         if wrong := [value for value in words.get(key, ()) if value not in allowed]:
             raise ValueError(f"grid: {key} {', '.join(wrong)}: takes {', '.join(filter(None, allowed))}")
-    sizes = {key: [n for word in words[key] for n in _sizes(key, word)] if key in words else default
-             for key, default in SIZES.items()}
+    sizes = {
+        key: [n for word in words[key] for n in _sizes(key, word)] if key in words else default
+        for key, default in SIZES.items()
+    }
     if (count := prod(map(len, sizes.values()))) > MAX_LENGTH:
         raise ValueError(f"grid: {count} shapes are more than {MAX_LENGTH}")
     shapes = [Shape(*combination) for combination in product(*sizes.values())]
-    loads = tuple(Load(shape, keep, dtype, data) for shape in shapes for keep in _keeps(words, shape.head_dim)
-                  for dtype in words.get("dtype", cases.DTYPES[:1]) for data in words.get("data", cases.DATA[:1]))
-    return Block(tuple(words.get("op", cases.SPARSE_OPS)), loads, tuple(words.get("backend", ())),
-                 tuple(words.get("scores", ("",))), tuple(words.get("cache", cases.CACHES[:1])),
-                 tuple(words.get("timing", cases.TIMINGS[:1])),
-                 tuple(n for word in words.get("ahead", ()) for n in _sizes("ahead", word)) or (0,))
+    loads = tuple(
+        Load(shape, keep, dtype, data)
+        for shape in shapes
+        for keep in _keeps(words, shape.head_dim)
+        for dtype in words.get("dtype", cases.DTYPES[:1])
+        for data in words.get("data", cases.DATA[:1])
+    )
+    return Block(
+        tuple(words.get("op", cases.SPARSE_OPS)),
+        loads,
+        tuple(words.get("backend", ())),
+        tuple(words.get("scores", ("",))),
+        tuple(words.get("cache", cases.CACHES[:1])),
+        tuple(words.get("timing", cases.TIMINGS[:1])),
+        tuple(n for word in words.get("ahead", ()) for n in _sizes("ahead", word)) or (0,),
+    )
 
 
 def _list(values: Any) -> list[Any]:
@@ -109,8 +129,9 @@ def _sizes(key: str, word: str) -> list[int]:
             return list(range(first, last + 1, step)) if step else _doubling(first, last)
     elif word.isdigit() and int(word) > 0:
         return [int(word)]
-    raise ValueError(f"grid: {key} '{word}' is neither a positive integer nor a range such as 1024..65536 or "
-                     "16..128+16")
+    raise ValueError(
+        f"grid: {key} '{word}' is neither a positive integer nor a range such as 1024..65536 or 16..128+16"
+    )
 
 
 def _doubling(first: int, last: int) -> list[int]:

@@ -26,14 +26,14 @@ import torch
 import torch.nn.functional as F
 
 import cute_kernels as ck
-from cute_kernels import _pages
-from cute_kernels._extension import _C
+from cute_kernels._cache import page_pool
+from cute_kernels._runtime.extension import _C
 from profiling import environment
 
 KEEP, WINDOW = 38, 64
 ROUND_CALLS = 16  # of each function before the device catches up
 WARM_UP_ROUNDS = 4
-LAUNCHES = ("sparse_qk", "sparse_av", "sparse_attention", "append")
+LAUNCHES = ("sparse_qk", "sparse_av", "attention", "append")
 
 
 def functions(options: argparse.Namespace, device: torch.device) -> dict[str, Callable[[], object]]:
@@ -49,8 +49,17 @@ def functions(options: argparse.Namespace, device: torch.device) -> dict[str, Ca
     window = normal(batch, kv_heads, WINDOW, head_dim), normal(batch, kv_heads, WINDOW, head_dim)
     out = torch.empty_like(q)
     calls = (options.rounds + WARM_UP_ROUNDS) * ROUND_CALLS
-    cache, stepped = (ck.KVCache(max_batch=batch, kv_heads=kv_heads, head_dim=head_dim, capacity=options.tokens + calls,
-                                 keep=min(KEEP, head_dim), device=device) for _ in range(2))
+    cache, stepped = (
+        ck.KVCache(
+            max_batch=batch,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            capacity=options.tokens + calls,
+            keep=min(KEEP, head_dim),
+            device=device,
+        )
+        for _ in range(2)
+    )
     cache.prefill(k, v)
     stepped.prefill(k, v)
     new = normal(batch, kv_heads, 1, head_dim), normal(batch, kv_heads, 1, head_dim)
@@ -62,7 +71,7 @@ def functions(options: argparse.Namespace, device: torch.device) -> dict[str, Ca
         "sparse_attention, window, out": lambda: ck.sparse_attention(q, keys, values, window=window, out=out),
         "KVCache.append": lambda: cache.append(*new),
         "KVCache.attend": lambda: cache.attend(q),
-        "KVCache, both in a step": lambda: stepped._step(*new, q, scale=None, backend="auto"),
+        "KVCache.step": lambda: stepped.step(q, *new),
     }
     if not options.no_launch:
         gqa = {"enable_gqa": heads != kv_heads}
@@ -87,9 +96,9 @@ def launches_left_out(device: torch.device) -> Iterator[None]:
     module = getattr(_C, device.type)
     places = [(module, name) for name in LAUNCHES if hasattr(module, name)]
     if device.type == "cpu":
-        places.append((_pages, "_append_on_cpu"))
+        places.append((page_pool, "append_on_cpu"))
     else:
-        places.append((_C.cuda.Step, "run"))
+        places.append((_C.cuda.DecodingStep, "run"))
     with ExitStack() as stack:
         for place, name in places:
             stack.enter_context(mock.patch.object(place, name, nothing))
@@ -122,8 +131,9 @@ def table(samples: dict[str, list[float]]) -> str:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("python -m profiling.host_cost", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        "python -m profiling.host_cost", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
 
     def count(text: str) -> int:
         value = int(text)
@@ -148,9 +158,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     env = environment.environment(device)
-    print(f"{env.name}, torch {env.torch}, commit {env.commit[:12]}, B {options.batch}, Hq {options.query_heads}, "
-          f"Hkv {options.kv_heads}, T {options.tokens}, D {options.head_dim}"
-          f"{', extension left out' if options.no_launch else ''}")
+    print(
+        f"{env.name}, torch {env.torch}, commit {env.commit[:12]}, B {options.batch}, Hq {options.query_heads}, "
+        f"Hkv {options.kv_heads}, T {options.tokens}, D {options.head_dim}"
+        f"{', extension left out' if options.no_launch else ''}"
+    )
     calls = functions(options, device)
     with launches_left_out(device) if options.no_launch else nullcontext():
         print(table(measure(calls, options.rounds, device)))

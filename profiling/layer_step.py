@@ -1,7 +1,7 @@
-"""What a layer of a Transformers model does in a step of decoding between its projections: update of the cache, attention.
+"""What a layer of a Transformers model does in a step of decoding between its projections: cache update and attention.
 
-Without a model: the functions that Llama's attention calls, as it calls them. Passes over a few layers follow one another,
-the layers in turn; what a pass does once, its mask, counts as a part of its first layer.
+Without a model: the functions that Llama's attention calls, as it calls them. Passes over a few layers follow one
+another, the layers in turn; what a pass does once, its mask, counts as a part of its first layer.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ class LayerStep:
         batch, _, new, _ = q.shape
         if self.layer == 0:
             embeds = q.new_empty(batch, new, 1)
-            self.mask = create_causal_mask(config=self.config, inputs_embeds=embeds, attention_mask=None,
-                                           past_key_values=self.cache)
+            self.mask = create_causal_mask(
+                config=self.config, inputs_embeds=embeds, attention_mask=None, past_key_values=self.cache
+            )
         k, v = self.cache.update(k, v, self.layer)
         attention: Any = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, None)
         out, _ = attention(self.module, q, k, v, self.mask, dropout=0.0, scaling=q.shape[3] ** -0.5)
@@ -54,8 +55,15 @@ class LayerStep:
 
 def _config(heads: int, k: torch.Tensor) -> LlamaConfig:
     _, kv_heads, _, head_dim = k.shape
-    return LlamaConfig(num_hidden_layers=LAYERS, num_attention_heads=heads, num_key_value_heads=kv_heads,
-                       head_dim=head_dim, hidden_size=heads * head_dim, dtype=k.dtype, attn_implementation="sdpa")
+    return LlamaConfig(
+        num_hidden_layers=LAYERS,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        hidden_size=heads * head_dim,
+        dtype=k.dtype,
+        attn_implementation="sdpa",
+    )
 
 
 def sparse(heads: int, k: torch.Tensor, v: torch.Tensor, keep: int, capacity: int) -> LayerStep:

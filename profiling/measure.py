@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -30,35 +31,42 @@ def measure_case(case: Case, env: Environment, wanted: Sequence[str] | None = No
         RuntimeError, ValueError: the backend cannot run the case, or memory does not suffice.
     """
     if case.timing == "graph" and (env.device.type == "cpu" or case.op == "compress"):
-        raise ValueError("timing graph needs a CUDA device and an operation without host synchronisation, not "
-                         f"{case.op} on {env.device.type}")
+        raise ValueError(
+            "timing graph needs a CUDA device and an operation without host synchronisation, not "
+            f"{case.op} on {env.device.type}"
+        )
     clock = timing.timer(env.device, env.clock_mhz)
     if case.is_dense:
         return Outcome([_dense_row(case, env, clock)])
     _probe(case, env)
     inputs = operations.prepare(case, env.device)
     error = _error(case, inputs)
+    moved = operations.bytes_moved(case, inputs)
+    row = partial(_row, case, env, inputs.bits_per_element, inputs.cache_bytes, moved, error)
     calls = _rotation(case, inputs, env.cache_bytes)
     rows, missing = [], []
     for plugin in peers.of(case, env.device.type, wanted):
         try:
-            peer, peer_error = plugin.peer(case, inputs).checked(lambda got: check.relative_error(case, inputs, got)
-                                                                 if case.op != "compress" else 0.0)
+            peer, peer_error = plugin.peer(case, inputs).checked(
+                lambda got: check.relative_error(case, inputs, got) if case.op != "compress" else 0.0
+            )
         except Unavailable as reason:
             missing.append(str(reason))
             continue
         copies = _copies(case, peer.nbytes, env)
         form = peer.fastest_form(copies, clock)
         timings, how = _times(case, {"op": calls, "peer": peer.rotation(form, copies)}, clock)
-        beside = {"peer": peer.name, "peer_form": form, "peer_us": rounded(timings["peer"].median_us),
-                  "peer_iqr_us": rounded(timings["peer"].iqr_us), "peer_rel_err": rounded(peer_error),
-                  "ratio": rounded(timings["peer"].median_us / timings["op"].median_us)}
-        rows.append(_row(case, env, inputs.bits_per_element, inputs.cache_bytes, operations.bytes_moved(case, inputs),
-                         error, timings["op"], how, **beside))
+        beside = {
+            "peer": peer.name,
+            "peer_form": form,
+            "peer_us": rounded(timings["peer"].median_us),
+            "peer_iqr_us": rounded(timings["peer"].iqr_us),
+            "peer_rel_err": rounded(peer_error),
+        }
+        rows.append(row(timings["op"], how, **beside))
     if not rows:
         timings, how = _times(case, {"op": calls}, clock)
-        rows.append(_row(case, env, inputs.bits_per_element, inputs.cache_bytes, operations.bytes_moved(case, inputs),
-                         error, timings["op"], how))
+        rows.append(row(timings["op"], how))
     return Outcome(rows, missing)
 
 
@@ -73,8 +81,18 @@ def _dense_row(case: Case, env: Environment, clock: timing.CpuTimer | timing.Cud
     copies = _copies(case, peer.nbytes, env)
     form = peer.fastest_form(copies, clock)
     timings, how = _times(case, {"op": peer.rotation(form, copies)}, clock)
-    return _row(case, env, peer.bits_per_element, peer.cache_bytes, peer.bytes_moved, error, timings["op"], how,
-                tolerance=peer.tolerance, peer_form=form)
+    return _row(
+        case,
+        env,
+        peer.bits_per_element,
+        peer.cache_bytes,
+        peer.bytes_moved,
+        error,
+        timings["op"],
+        how,
+        tolerance=peer.tolerance,
+        peer_form=form,
+    )
 
 
 def _probe(case: Case, env: Environment) -> None:
@@ -95,14 +113,16 @@ def _copies(case: Case, nbytes: int, env: Environment) -> int:
 
 
 def _rotation(case: Case, inputs: operations.InputSet, cache_bytes: int) -> list[timing.Call]:
-    copies = (1 if case.cache == "warm" else
-              timing.copies_for_cold_cache(operations.bytes_moved(case, inputs), cache_bytes))
+    copies = (
+        1 if case.cache == "warm" else timing.copies_for_cold_cache(operations.bytes_moved(case, inputs), cache_bytes)
+    )
     sets = [inputs] + [operations.copy_of(case, inputs) for _ in range(copies - 1)]
     return [lambda operands=operands: operations.call(case, operands) for operands in sets]
 
 
-def _times(case: Case, rotations: dict[str, list[timing.Call]],
-           clock: timing.CpuTimer | timing.CudaTimer) -> tuple[dict[str, timing.Timing], str]:
+def _times(
+    case: Case, rotations: dict[str, list[timing.Call]], clock: timing.CpuTimer | timing.CudaTimer
+) -> tuple[dict[str, timing.Timing], str]:
     """(the times, "events" or "graph")."""
     interleaved = case.cache == "cold"
     if case.timing != "graph":
@@ -113,27 +133,57 @@ def _times(case: Case, rotations: dict[str, list[timing.Call]],
     return timing.measure_graphs(rotations, case.repeats, clock, interleaved), "graph"
 
 
-def _row(case: Case, env: Environment, bits_per_element: float, cache_bytes: int, bytes_moved: int, error: float,
-         op_time: timing.Timing, how: str, tolerance: float | None = None, **beside: object) -> Row:
+def _row(
+    case: Case,
+    env: Environment,
+    bits_per_element: float,
+    cache_bytes: int,
+    bytes_moved: int,
+    error: float,
+    op_time: timing.Timing,
+    how: str,
+    tolerance: float | None = None,
+    **beside: object,
+) -> Row:
     load, shape, us = case.load, case.load.shape, op_time.median_us
-    rate = None
-    if env.clock_mhz and env.multiprocessors:
-        rate = rounded(case.elements / (us * env.clock_mhz * env.multiprocessors))
     tolerance = check.tolerance(case) if tolerance is None else tolerance
-    peer = {"peer": "", "peer_form": "", "peer_us": None, "peer_iqr_us": None, "ratio": None} | beside
+    peer = {"peer": "", "peer_form": "", "peer_us": None, "peer_iqr_us": None} | beside
     return Row(
-        op=case.op, backend=case.backend, device=env.name,
-        B=shape.batch, Hq=shape.query_heads, Hkv=shape.kv_heads,
-        Sq=shape.query_tokens, T=shape.tokens, D=shape.head_dim,
-        keep=load.keep, dtype=load.dtype, data=load.data,
-        median_us=rounded(us), iqr_us=rounded(op_time.iqr_us), tb_per_s=rounded(bytes_moved / us / 1e6),
-        rel_err=rounded(error), tolerance=tolerance,
-        status="ok" if error <= tolerance else "inaccurate",  # NaN is inaccurate, too
-        check=check.METHOD, bits_per_element=rounded(bits_per_element), elements_per_clk_sm=rate,
-        sm_clock_mhz=env.clock_mhz, multiprocessors=env.multiprocessors, threads=env.threads,
-        repeats=case.repeats, seed=case.seed, torch=env.torch, driver=env.driver, commit=env.commit,
-        timestamp=env.timestamp, command=replace(case, timing=how).command, scores=case.scores, cache=case.cache,
-        timing=how, stages_ahead=case.stages_ahead, cache_tb_per_s=rounded(cache_bytes / us / 1e6), **peer)
+        op=case.op,
+        backend=case.backend,
+        device=env.name,
+        B=shape.batch,
+        Hq=shape.query_heads,
+        Hkv=shape.kv_heads,
+        Sq=shape.query_tokens,
+        T=shape.tokens,
+        D=shape.head_dim,
+        keep=load.keep,
+        dtype=load.dtype,
+        data=load.data,
+        median_us=rounded(us),
+        iqr_us=rounded(op_time.iqr_us),
+        tb_per_s=rounded(bytes_moved / us / 1e6),
+        rel_err=rounded(error),
+        tolerance=tolerance,
+        check=check.METHOD,
+        bits_per_element=rounded(bits_per_element),
+        sm_clock_mhz=env.clock_mhz,
+        multiprocessors=env.multiprocessors,
+        threads=env.threads,
+        repeats=case.repeats,
+        seed=case.seed,
+        torch=env.torch,
+        driver=env.driver,
+        commit=env.commit,
+        timestamp=env.timestamp,
+        scores=case.scores,
+        cache=case.cache,
+        timing=how,
+        stages_ahead=case.stages_ahead,
+        cache_tb_per_s=rounded(cache_bytes / us / 1e6),
+        **peer,
+    )
 
 
 def is_fatal(error: Exception) -> bool:

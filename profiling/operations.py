@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 import cute_kernels as ck
-from cute_kernels._extension import _C
+from cute_kernels import attention, products
+from cute_kernels._runtime.extension import _C
+from cute_kernels.sparse_kv import from_storage, storage_of
 from profiling import data
 from profiling.cases import Case
 
@@ -23,12 +25,12 @@ class InputSet:
     """One call's operands. What an operation does not have is None."""
 
     sparse: ck.SparseKV | None  # the compressed cache (attention: the keys); for compress: what it makes of `dense`
-    dense: Tensor               # (B, Hkv, T, D): the decompressed cache, for attention with the window behind it, which
-                                # is the peers' operand; for compress: its input
-    left: Tensor | None         # q (B, Hq, Sq, D) or p (B, Hq, Sq, T)
-    out: Tensor | None          # (B, Hq, Sq, T) for qk, else (B, Hq, Sq, D)
+    dense: Tensor  # (B, Hkv, T, D): the decompressed cache, for attention with the window behind it, which
+    # is the peers' operand; for compress: its input
+    left: Tensor | None  # q (B, Hq, Sq, D) or p (B, Hq, Sq, T)
+    out: Tensor | None  # (B, Hq, Sq, T) for qk, else (B, Hq, Sq, D)
     sparse_values: ck.SparseKV | None = None  # attention only
-    dense_values: Tensor | None = None        # attention only
+    dense_values: Tensor | None = None  # attention only
     window: tuple[Tensor, Tensor] | None = None  # sparse_attention only: keys and values (B, Hkv, WINDOW, D)
 
     @property
@@ -39,8 +41,9 @@ class InputSet:
     @property
     def cache_bytes(self) -> int:
         """What the operation stores or reads of the cache: keys and values for attention."""
-        caches = ((self.sparse, self.sparse_values, *(self.window or ())) if self.sparse else
-                  (self.dense, self.dense_values))
+        caches = (
+            (self.sparse, self.sparse_values, *(self.window or ())) if self.sparse else (self.dense, self.dense_values)
+        )
         return sum(cache.nbytes for cache in caches if cache is not None)
 
 
@@ -55,8 +58,14 @@ def prepare(case: Case, device: torch.device) -> InputSet:
     # A column of the product is a token for qk, else a channel.
     columns = shape.tokens if case.product == "qk" else shape.head_dim
     scores = getattr(torch, case.scores_dtype)
-    out = torch.empty(shape.batch, shape.query_heads, shape.query_tokens, columns, device=device,
-                      dtype=scores if case.product == "qk" else dtype)
+    out = torch.empty(
+        shape.batch,
+        shape.query_heads,
+        shape.query_tokens,
+        columns,
+        device=device,
+        dtype=scores if case.product == "qk" else dtype,
+    )
     if case.product == "av":
         return InputSet(sparse, dense, data.attention_weights(shape, scores, device, rng), out)
     left = data.queries(shape, dtype, device, rng)
@@ -69,8 +78,9 @@ def prepare(case: Case, device: torch.device) -> InputSet:
 def _attention(case: Case, device: torch.device, rng: torch.Generator) -> InputSet:
     """Keys and values that were compressed together, and a window."""
     shape, dtype = case.load.shape, getattr(torch, case.load.dtype)
-    keys, values = ck.compress_kv(data.cache(case.load, device, rng), data.cache(case.load, device, rng),
-                                  keep=case.load.keep)
+    keys, values = ck.compress_kv(
+        data.cache(case.load, device, rng), data.cache(case.load, device, rng), keep=case.load.keep
+    )
     newest = replace(case.load, shape=replace(shape, tokens=WINDOW))
     window = data.cache(newest, device, rng), data.cache(newest, device, rng)
     dense = [torch.cat([ck.decompress(old), new], dim=2) for old, new in zip((keys, values), window)]
@@ -92,17 +102,28 @@ def call(case: Case, inputs: InputSet) -> Tensor | ck.SparseKV:
     """The measured call of a sparse operation. Products write to a given tensor.
 
     Raises:
-        RuntimeError: the backend cannot serve the case, as with more stages ahead than it has room for.
+        RuntimeError: the backend cannot serve the case, as with more stages ahead than fit into shared memory.
     """
-    if not case.stages_ahead:
-        return _call(case, inputs)
-    if case.backend not in getattr(getattr(_C, "cuda", None), "BACKENDS", ()):
+    if case.stages_ahead:
+        return _call_with_stages(case, inputs)
+    return _call(case, inputs)
+
+
+def _call_with_stages(case: Case, inputs: InputSet) -> Tensor:
+    """The package's own functions behind the checks of arguments, which take the depth of the kernels' pipeline."""
+    if case.backend not in _C.BACKENDS or not hasattr(_C, "cuda"):
         raise RuntimeError(f"backend {case.backend} has no stages ahead: GPU backends of this build have")
-    _C.cuda.set_stages_ahead(case.stages_ahead)
-    try:
-        return _call(case, inputs)
-    finally:
-        _C.cuda.set_stages_ahead(0)
+    left, out, sparse = inputs.left, inputs.out, storage_of(inputs.sparse, "sparse")
+    stages = {"stages_ahead": case.stages_ahead}
+    if case.op == "sparse_qk":
+        return products.run_qk(left, sparse, 1.0, out.dtype, case.backend, out, **stages)
+    if case.op == "sparse_av":
+        return products.run_av(left, sparse, case.backend, out, **stages)
+    if case.op == "sparse_attention":
+        values, window = storage_of(inputs.sparse_values, "sparse_values"), inputs.window or (None, None)
+        scale = left.shape[3] ** -0.5
+        return attention.run(left, sparse, values, *window, None, scale, False, 0, case.backend, out=out, **stages)[0]
+    raise ValueError(f"operation {case.op!r} has no stages ahead")
 
 
 def _call(case: Case, inputs: InputSet) -> Tensor | ck.SparseKV:
@@ -112,8 +133,15 @@ def _call(case: Case, inputs: InputSet) -> Tensor | ck.SparseKV:
     if case.op == "sparse_av":
         return ck.sparse_av(inputs.left, inputs.sparse, out=inputs.out, backend=case.backend)
     if case.op == "sparse_attention":  # not causal, like its peers: every query sees every token
-        return ck.sparse_attention(inputs.left, inputs.sparse, inputs.sparse_values, window=inputs.window, causal=False,
-                                   out=inputs.out, backend=case.backend)
+        return ck.sparse_attention(
+            inputs.left,
+            inputs.sparse,
+            inputs.sparse_values,
+            window=inputs.window,
+            causal=False,
+            out=inputs.out,
+            backend=case.backend,
+        )
     if case.op == "compress":
         return ck.compress(inputs.dense, role=case.role, keep=case.load.keep)
     raise ValueError(f"no call for operation {case.op!r}")
@@ -132,14 +160,20 @@ def copy_of(case: Case, inputs: InputSet) -> InputSet:
     sparse, values = _copy_of_sparse(inputs.sparse), None
     if inputs.sparse_values:  # which share the order of tokens with the keys
         values = _copy_of_sparse(inputs.sparse_values, token_order=sparse.token_order)
-    return replace(inputs, sparse=sparse, left=inputs.left.clone(), out=inputs.out.clone(), sparse_values=values,
-                   window=inputs.window and tuple(tensor.clone() for tensor in inputs.window))
+    return replace(
+        inputs,
+        sparse=sparse,
+        left=inputs.left.clone(),
+        out=inputs.out.clone(),
+        sparse_values=values,
+        window=inputs.window and tuple(tensor.clone() for tensor in inputs.window),
+    )
 
 
 def _copy_of_sparse(kv: ck.SparseKV, token_order: Tensor | None = None) -> ck.SparseKV:
     # Not by way of state_dict: from_state_dict validates, which takes longer than all the timed calls together.
-    return ck.SparseKV._from_parts(
-        blocks=kv.blocks.clone(), row_offsets=kv.row_offsets.clone(),
-        token_order=kv.token_order.clone() if token_order is None else token_order,
-        channel_order=kv.channel_order.clone(), role=kv.role, dtype=kv.dtype, shape=kv.shape,
-        max_tile_rows=kv.max_tile_rows, nnz=kv.nnz)
+    storage = storage_of(kv, "kv").exact()
+    tensors = {name: tensor.clone() for name, tensor in storage.tensors().items()}
+    if token_order is not None:
+        tensors["token_order"] = token_order
+    return from_storage(storage.with_tensors(tensors))

@@ -1,7 +1,7 @@
 """The pool of pages on one GPU: how often tiles are trimmed, and what store and append take.
 
-    python -m profiling.pages trim [--tiles N]   # share of tiles that slots of the default size and nearby trim
-    python -m profiling.pages time               # B 8, Hkv 8, D 128, 38 kept
+python -m profiling.pages trim [--tiles N]   # share of tiles that slots of the default size and nearby trim
+python -m profiling.pages time               # B 8, Hkv 8, D 128, 38 kept
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from cute_kernels import _pages
-from cute_kernels._extension import _C
-from cute_kernels._slot_rows import SlotRows
+from cute_kernels._cache import page_pool
+from cute_kernels._cache.slot_rows import SlotRows
+from cute_kernels._runtime.extension import _C
 
 DEVICE = torch.device("cuda")
 KINDS = ("gaussian", "lognormal", "lognormal 1.5", "outliers", "outliers in both", "tokens")
@@ -30,7 +30,7 @@ def caches(kind: str, head_dim: int, rng: torch.Generator) -> tuple[Tensor, Tens
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, device=DEVICE, generator=rng)
 
-    k, v = (normal(1, HEADS, TILES * _pages.TILE_TOKENS, head_dim) for _ in range(2))
+    k, v = (normal(1, HEADS, TILES * page_pool.TILE_TOKENS, head_dim) for _ in range(2))
     if kind.startswith("outliers"):
         for x in (k,) if kind == "outliers" else (k, v):
             for head in range(HEADS):
@@ -44,26 +44,48 @@ def caches(kind: str, head_dim: int, rng: torch.Generator) -> tuple[Tensor, Tens
     return k.half().clamp(-6e4, 6e4), v.half().clamp(-6e4, 6e4)
 
 
+def make_pool(
+    sequences: int, pages: int, kv_heads: int, head_dim: int, keep: int, slot_rows: SlotRows | None = None
+) -> page_pool.Pool:
+    """A pool of so many pages a sequence, a tile each; its page table is to be filled."""
+    return page_pool.Pool.allocate(
+        pages=sequences * pages,
+        sequences=sequences,
+        pages_per_sequence=pages,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype=torch.float16,
+        device=DEVICE,
+        key_keep=keep,
+        value_keep=keep,
+        slot_rows=slot_rows,
+    )
+
+
 def trimmed(kind: str, head_dim: int, keep: int, more_rows: int, tiles: int) -> dict[str, object]:
     padded = _C.format.padded_head_dim(head_dim)
     rows = SlotRows.holding(padded, keep, keep)
     rows = dataclasses.replace(rows, both=min(rows.both + more_rows, rows.keys + rows.values))
-    pool = _pages.Pool.allocate(
-        pages=TILES, sequences=1, pages_per_sequence=TILES, kv_heads=HEADS, head_dim=head_dim, dtype=torch.float16,
-        device=DEVICE, key_keep=keep, value_keep=keep, slot_rows=rows,
-    )
+    pool = make_pool(1, TILES, HEADS, head_dim, keep, rows)
     pool.page_table.copy_(torch.arange(TILES)[None])
     zero = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     rng = torch.Generator(DEVICE).manual_seed(1)
     calls = -(-tiles // (HEADS * TILES))
     longest = [0, 0]
     for _ in range(calls):
-        _pages.store(pool, *caches(kind, head_dim, rng), zero, zero, True)
+        page_pool.store(pool, *caches(kind, head_dim, rng), zero, zero, True)
         longest = [max(a, int(b.max())) for a, b in zip(longest, (pool.key_rows, pool.value_rows))]
     shares = (pool.dropped[:, 0] / (calls * HEADS * TILES)).tolist()
-    return {"D": head_dim, "keep": keep, "rows": dataclasses.astuple(rows), "kind": kind, "tiles": calls * HEADS * TILES,
-            "trimmed": [f"{share:.1e}" for share in shares], "nonzeros": pool.dropped[:, 1].tolist(),
-            "longest": longest}  # fmt: skip
+    return {
+        "D": head_dim,
+        "keep": keep,
+        "rows": dataclasses.astuple(rows),
+        "kind": kind,
+        "tiles": calls * HEADS * TILES,
+        "trimmed": [f"{share:.1e}" for share in shares],
+        "nonzeros": pool.dropped[:, 1].tolist(),
+        "longest": longest,
+    }
 
 
 def microseconds(call: Callable[[], object], repeats: int) -> float:
@@ -78,13 +100,10 @@ def microseconds(call: Callable[[], object], repeats: int) -> float:
 
 def time_append(batch: int, kv_heads: int, head_dim: int, keep: int, spread_phases: bool) -> dict[str, object]:
     """In a graph of 64 calls, one of which compresses if all sequences are at the same phase."""
-    tile, pages = _pages.TILE_TOKENS, 128
-    pool = _pages.Pool.allocate(
-        pages=batch * pages, sequences=batch, pages_per_sequence=pages, kv_heads=kv_heads, head_dim=head_dim,
-        dtype=torch.float16, device=DEVICE, key_keep=keep, value_keep=keep,
-    )
+    tile, pages = page_pool.TILE_TOKENS, 128
+    pool = make_pool(batch, pages, kv_heads, head_dim, keep)
     pool.page_table.copy_(torch.arange(batch * pages).view(batch, pages))
-    windows = _pages.Windows.allocate(pool, 32)
+    windows = page_pool.Windows.allocate(pool, 32)
     lengths = torch.zeros(batch, dtype=torch.int32, device=DEVICE)
     k, v = (torch.randn(batch, kv_heads, tile, head_dim, dtype=torch.float16, device=DEVICE) for _ in range(2))
     windows.keys.normal_(), windows.values.normal_()
@@ -98,11 +117,11 @@ def time_append(batch: int, kv_heads: int, head_dim: int, keep: int, spread_phas
         captured = torch.cuda.CUDAGraph()
         with torch.cuda.graph(captured):
             for i in range(calls):
-                _pages.append(pool, windows, lengths, k[:, :, i : i + 1], v[:, :, i : i + 1])
+                page_pool.append(pool, windows, lengths, k[:, :, i : i + 1], v[:, :, i : i + 1])
         return captured
 
     phase(0)
-    _pages.append(pool, windows, lengths, k, v)  # its first tile: channel orders
+    page_pool.append(pool, windows, lengths, k, v)  # its first tile: channel orders
     torch.cuda.synchronize()
     result: dict[str, object] = {"B": batch, "Hkv": kv_heads, "D": head_dim, "keep": keep, "spread": spread_phases}
     tile_of_calls, plain, one = graph(tile), graph(tile - 1), graph(1)
@@ -128,19 +147,16 @@ def time_append(batch: int, kv_heads: int, head_dim: int, keep: int, spread_phas
 
 
 def time_store(batch: int, kv_heads: int, tokens: int, head_dim: int, keep: int, new_order: bool) -> dict[str, object]:
-    pages = tokens // _pages.TILE_TOKENS
-    pool = _pages.Pool.allocate(
-        pages=batch * pages, sequences=batch, pages_per_sequence=pages, kv_heads=kv_heads, head_dim=head_dim,
-        dtype=torch.float16, device=DEVICE, key_keep=keep, value_keep=keep,
-    )
+    pages = tokens // page_pool.TILE_TOKENS
+    pool = make_pool(batch, pages, kv_heads, head_dim, keep)
     pool.page_table.copy_(torch.randperm(batch * pages).view(batch, pages))
     k, v = (torch.randn(batch, kv_heads, tokens, head_dim, device=DEVICE).half() for _ in range(2))
     sequences, zeros = (f(batch, dtype=torch.int32, device=DEVICE) for f in (torch.arange, torch.zeros))
     for _ in range(3):
-        _pages.store(pool, k, v, sequences, zeros, new_order)
-    times = [microseconds(lambda: _pages.store(pool, k, v, sequences, zeros, new_order), 1) for _ in range(20)]
-    return {"store": [batch, kv_heads, tokens, head_dim], "keep": keep, "new_order": new_order,
-            "us": round(sorted(times)[10], 1)}  # fmt: skip
+        page_pool.store(pool, k, v, sequences, zeros, new_order)
+    times = [microseconds(lambda: page_pool.store(pool, k, v, sequences, zeros, new_order), 1) for _ in range(20)]
+    us = round(sorted(times)[10], 1)
+    return {"store": [batch, kv_heads, tokens, head_dim], "keep": keep, "new_order": new_order, "us": us}
 
 
 def main() -> None:

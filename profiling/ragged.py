@@ -43,28 +43,42 @@ class Batches:
         copies = max(COPIES, timing.copies_for_cold_cache(read, self._cache_bytes))
         return [first] + [self._compressed(tokens) for _ in range(copies - 1)]
 
-    def calls(self, caches: Sequence[tuple[ck.SparseKV, ck.SparseKV]],
-              lengths: Sequence[int] | None = None) -> list[timing.Call]:
+    def calls(
+        self, caches: Sequence[tuple[ck.SparseKV, ck.SparseKV]], lengths: Sequence[int] | None = None
+    ) -> list[timing.Call]:
         on_device = None if lengths is None else torch.tensor(lengths, dtype=torch.int32, device=self._device)
-        return [lambda kv=kv: ck.sparse_attention(self._q, *kv, seq_lens=on_device, backend=self._options.backend)
-                for kv in caches]
+        return [
+            lambda kv=kv: ck.sparse_attention(self._q, *kv, seq_lens=on_device, backend=self._options.backend)
+            for kv in caches
+        ]
 
     def _compressed(self, tokens: int) -> tuple[ck.SparseKV, ck.SparseKV]:
         k, v = (self._normal(self._options.kv_heads, tokens) for _ in range(2))
         return ck.compress_kv(k, v, keep=self._options.keep)
 
     def _normal(self, heads: int, tokens: int) -> torch.Tensor:
-        return torch.randn(self._options.batch, heads, tokens, self._options.head_dim, dtype=torch.float16,
-                           device=self._device)
+        return torch.randn(
+            self._options.batch, heads, tokens, self._options.head_dim, dtype=torch.float16, device=self._device
+        )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m profiling.ragged", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m profiling.ragged", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default: %(default)s")
     parser.add_argument("--backend", default="auto", help="default: %(default)s")
-    sizes = {"batch": 32, "query-heads": 32, "kv-heads": 8, "head-dim": 128, "keep": 38, "shortest": 128,
-             "longest": 32768, "draws": 3, "repeats": 30}
+    sizes = {
+        "batch": 32,
+        "query-heads": 32,
+        "kv-heads": 8,
+        "head-dim": 128,
+        "keep": 38,
+        "shortest": 128,
+        "longest": 32768,
+        "draws": 3,
+        "repeats": 30,
+    }
     for name, size in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=size, help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="of the first draw, the next ones follow it")
@@ -85,14 +99,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for draw, lengths in enumerate(draws):
         mean = sum(lengths) // options.batch
         equal = batches.caches(mean, mean)
-        rotations = {"ragged": batches.calls(long, lengths), "equal": batches.calls(equal),
-                     "with seq_lens": batches.calls(equal, [mean] * options.batch)}
+        rotations = {
+            "ragged": batches.calls(long, lengths),
+            "equal": batches.calls(equal),
+            "with seq_lens": batches.calls(equal, [mean] * options.batch),
+        }
         us = {name: found.median_us for name, found in timing.measure(rotations, options.repeats, clock).items()}
         more = sum(lengths) / (mean * options.batch)
-        beside = ", ".join(f"{name} {us[name]:.1f} us ({us[name] / us['ragged'] * more:.1%})"
-                           for name in ("equal", "with seq_lens"))
-        print(f"draw {draw}: {mean} tokens on average, {min(lengths)} to {max(lengths)}: {us['ragged']:.1f} us; {beside}",
-              flush=True)
+        beside = ", ".join(
+            f"{name} {us[name]:.1f} us ({us[name] / us['ragged'] * more:.1%})" for name in ("equal", "with seq_lens")
+        )
+        print(
+            f"draw {draw}: {mean} tokens on average, {min(lengths)} to {max(lengths)}: {us['ragged']:.1f} us; {beside}",
+            flush=True,
+        )
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The README's table of figures: one line a shape, ratio and time of each operation at 30 % and 50 % kept."""
+"""The table of figures in the README: one line a shape, ratio and time of each operation at 30 % and 50 % kept."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ class ReadmeError(RuntimeError):
 
 
 def updated(text: str, block: str, begin: str = BEGIN, end: str = END) -> str:
-    """The README with `block` between its markers.
+    """The text with `block` between its markers.
 
     Raises:
         ReadmeError: a marker is missing, there twice or in the wrong order.
     """
     if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
         raise ReadmeError(f"expected one line '{begin}' and after it one '{end}'")
-    return text[:text.index(begin) + len(begin)] + "\n" + block + text[text.index(end):]
+    return text[: text.index(begin) + len(begin)] + "\n" + block + text[text.index(end) :]
 
 
 def figures_block(rows: Sequence[Row], link: str) -> str:
-    """The sentence and the table of one GPU's rows; link: to all rows, from the README.
+    """The sentence and the table of one GPU's rows; link: to all rows, from the file that shows them.
 
     Raises:
         ReadmeError: rows of the suite readme are missing.
@@ -46,12 +46,17 @@ def figures_block(rows: Sequence[Row], link: str) -> str:
     header = ["B, Hq, Hkv, T"]
     for op in DECODE_OPS:
         header += [f"`{op}`, {low} of {head_dim} kept" if op == DECODE_OPS[0] else f"`{op}`, {low}", f"{half}"]
-    lines = [[f"{s.batch}, {s.query_heads}, {s.kv_heads}, {s.tokens}"]
-             + [_cell(cells[op, s, keep]) for op in DECODE_OPS for keep in (low, half)] for s in figures("cuda")]
-    sentence = (f"On one {name}, `{backend}` backend, D {head_dim}, fp16 in and out, one query token, Gaussian data, "
-                f"cold L2: speed-up over the dense\ncache in the same run, with cuBLAS for the products and the fastest "
-                f"of {_dense_attention(wanted)} for\nattention (with a dense window of {WINDOW} tokens), and the time "
-                f"([all rows]({link})):")
+    lines = [
+        [f"{s.batch}, {s.query_heads}, {s.kv_heads}, {s.tokens}"]
+        + [_cell(cells[op, s, keep]) for op in DECODE_OPS for keep in (low, half)]
+        for s in figures("cuda")
+    ]
+    sentence = (
+        f"On one {name}, `{backend}` backend, D {head_dim}, fp16 in and out, one query token, Gaussian data, "
+        "cold L2: speed-up over the dense\ncache in the same run, with cuBLAS for the products and the fastest "
+        f"of {_dense_attention(wanted)} for\nattention (with a dense window of {WINDOW} tokens), and the time "
+        f"([all rows]({link})):"
+    )
     return "\n".join([sentence, "", *markdown_table(header, lines), ""])
 
 
@@ -75,12 +80,15 @@ def _cells(rows: Sequence[Row], backend: str) -> dict[tuple[str, Shape, int], Ro
         if row.backend == backend and peer_us(row) < math.inf:
             key = row.op, row.shape, row.keep
             found[key] = min(found.get(key, row), row, key=peer_us)  # beside the fastest peer
-    wanted = [(op, shape, keep) for shape in figures("cuda") for op in DECODE_OPS
-              for keep in usual_keeps(shape.head_dim)]
+    wanted = [
+        (op, shape, keep) for shape in figures("cuda") for op in DECODE_OPS for keep in usual_keeps(shape.head_dim)
+    ]
     if missing := [key for key in wanted if key not in found]:
         op, shape, keep = missing[0]
-        raise ReadmeError(f"{len(missing)} of {len(wanted)} rows are missing for {backend}, such as {op} {shape} keep "
-                          f"{keep}: python -m profiling.sweep --suite readme measures them")
+        raise ReadmeError(
+            f"{len(missing)} of {len(wanted)} rows are missing for {backend}, such as {op} {shape} keep "
+            f"{keep}: python -m profiling.sweep --suite readme measures them"
+        )
     return {key: found[key] for key in wanted}
 
 

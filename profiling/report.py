@@ -1,122 +1,226 @@
-"""Plots, tables and the README's figures from measured rows: python -m profiling.report [FOLDER ...] [--help].
+"""Tables, CSV and plots from measured rows: python -m profiling.report [FOLDER ...] [--help].
 
-Exit status: 0 everything written that there are rows for, 1 the table or all plots left out, 2 wrong arguments or no
-rows.
+Exit status: 0 everything written that there are rows for, 1 plots or a block of the documentation left out, 2 wrong
+arguments or no rows.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from profiling import ROOT, plots, readme, rows
-from profiling.ceilings import ceilings
+from profiling import ROOT, folders, plots, readme, records, rows, tables
+from profiling.ceilings import DECODE_FILE, ceilings
 from profiling.generation import readme as generation_readme
 from profiling.generation import rows as generation
 from profiling.rows import Row
 
-RESULTS = ROOT / "profiling" / "results"
 GENERATED = f"{generation.NAME}*.json"
+ACCURACY = Path("accuracy", "accuracy.json")  # of profiling.recipes.associative_recall
+DOCS = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 
 DESCRIPTION = """\
-For each folder of rows (profiling/results/DEVICE by default): plots in its folder plots/, as PNG and SVG, of every row
-in its *.json, the newest of each case; and the tables between the markers in the README, of the newest GPU rows: of
-figures, and of generation from generate*.json."""
+For each folder of rows (those in profiling/results by default), a folder of its name in build/profiling/report, which
+git ignores: every *.json as CSV and as a markdown table, and in plots/ every plot, of the newest row of each case.
+With --update-docs, what is committed instead: the tables between the markers in README.md and docs/, of the newest
+rows of a GPU, and those plots beside the rows that these files show."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m profiling.report", description=DESCRIPTION,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m profiling.report", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folders", nargs="*", type=Path, metavar="FOLDER", help="folder with a sweep's JSON files")
-    parser.add_argument("--plots", type=Path, metavar="DIR",
-                        help="where plots go, for one folder (default: FOLDER/plots)")
+    parser.add_argument(
+        "--out", type=Path, default=folders.SCRATCH / "report", metavar="DIR", help="default: build/profiling/report"
+    )
     parser.add_argument("--no-plots", action="store_true")
-    parser.add_argument("--readme", type=Path, default=ROOT / "README.md", metavar="FILE",
-                        help="default: the project's")
-    parser.add_argument("--no-readme", action="store_true")
+    parser.add_argument("--update-docs", action="store_true", help="rewrite what the documentation shows")
+    parser.add_argument(
+        "--docs",
+        nargs="+",
+        type=Path,
+        default=DOCS,
+        metavar="FILE",
+        help="that --update-docs rewrites (default: README.md and all of docs/)",
+    )
     args = parser.parse_args(arguments)
-    folders = args.folders or sorted(path for path in RESULTS.glob("*") if path.is_dir())
-    if args.plots and len(folders) != 1:
-        parser.error("--plots goes with one folder")
+    found = args.folders or folders.devices()
     try:
-        found = {folder: folder_rows(folder) for folder in folders}
-        generated = {folder: generation_rows(folder) for folder in folders}
-    except ValueError as error:
+        problems, count = [], 0
+        if args.update_docs:
+            shown = "" if args.no_plots else "\n".join(path.read_text(encoding="utf-8") for path in args.docs)
+            for folder in found:
+                problems += _shown_plots(folder, shown)
+            problems += update_docs(found, args.docs)
+            count = len(found)
+        else:
+            for folder in found:
+                target = args.out / folder.resolve().name
+                count += write_tables(folder, target)
+                problems += [] if args.no_plots else _plots(folder, target / "plots")
+    except (OSError, ValueError) as error:
         print(f"python -m profiling.report: error: {error}", file=sys.stderr)
         return 2
-    if not any(found.values()):
+    if not count:
         print("python -m profiling.report: error: no rows; python -m profiling.sweep measures them", file=sys.stderr)
         return 2
-    problems = [] if args.no_plots else _plots(found, args.plots)
-    if not args.no_readme:
-        problems += _readme(found, args.readme) + _generation(generated, args.readme)
     print(*problems, sep="\n", end="\n" if problems else "", file=sys.stderr)
     return 1 if problems else 0
 
 
+# ---- Rows ------------------------------------------------------------------------------------------------------------
+
+
+def sweep_files(folder: Path) -> list[Path]:
+    return sorted(set(folder.glob("*.json")) - set(folder.glob(GENERATED)) - {folder / DECODE_FILE})
+
+
 def folder_rows(folder: Path) -> list[Row]:
     """The newest row of each case in a folder's JSON files; ValueError for a file without rows."""
-    paths = sorted(set(folder.glob("*.json")) - set(folder.glob(GENERATED)))
-    return rows.newest(row for path in paths for row in rows.read(path))
+    return rows.newest(row for path in sweep_files(folder) for row in rows.read(path))
 
 
 def generation_rows(folder: Path) -> list[generation.Row]:
     """The newest row of each case in what `python -m profiling.generate` wrote; ValueError for a file without rows."""
-    return generation.newest(row for path in sorted(folder.glob(GENERATED)) for row in generation.read(path))
+    return rows.newest(row for path in sorted(folder.glob(GENERATED)) for row in generation.read(path))
 
 
-def _plots(found: dict[Path, list[Row]], target: Path | None) -> list[str]:
-    for folder, its_rows in found.items():
-        try:
-            paths, missing = plots.draw(its_rows, ceilings(its_rows, folder), target or folder / "plots")
-        except plots.PlotsError as error:
-            return [f"no plots: {error}"]
-        print(*(f"wrote {path}" for path in paths), *(f"{folder}: no plot {reason}" for reason in missing), sep="\n")
+# ---- Tables, CSV and plots -------------------------------------------------------------------------------------------
+
+
+def write_tables(folder: Path, target: Path) -> int:
+    """Writes CSV and markdown of every file of rows in a folder; returns how many there are."""
+    count = 0
+    for path in sweep_files(folder):
+        found = rows.read(path)
+        rows.write_csv(found, target / f"{path.stem}.csv")
+        count += _write_table(tables.markdown(found), target / f"{path.stem}.md")
+    for path in sorted(folder.glob(GENERATED)):
+        made = generation.read(path)
+        generation.write_csv(made, target / f"{path.stem}.csv")
+        count += _write_table(generation.markdown(made), target / f"{path.stem}.md")
+    if (folder / ACCURACY).is_file():
+        from profiling.recipes import associative_recall as recipe
+
+        accuracy = records.read(folder / ACCURACY)
+        records.write_csv(target / f"{ACCURACY.stem}.csv", accuracy)
+        count += _write_table(recipe.markdown(accuracy), target / f"{ACCURACY.stem}.md")
+    return count
+
+
+def _write_table(text: str, path: Path) -> int:
+    path.write_text(text, encoding="utf-8")
+    print(f"wrote {path} and {path.stem}.csv")
+    return 1
+
+
+def _plots(folder: Path, target: Path, names: Sequence[str] = plots.NAMES) -> list[str]:
+    """Draws plots of a folder's rows; returns why there are none."""
+    try:
+        if names and (found := folder_rows(folder)):
+            paths, missing = plots.draw(found, ceilings(found, folder), target, names)
+            print(
+                *(f"wrote {path}" for path in paths), *(f"{folder}: no plot {reason}" for reason in missing), sep="\n"
+            )
+        if names == plots.NAMES and (folder / ACCURACY).is_file():
+            print(f"wrote {plots.draw_accuracy(records.read(folder / ACCURACY), target)}")
+    except plots.PlotsError as error:
+        return [f"no plots: {error}"]
     return []
 
 
-def _readme(found: dict[Path, list[Row]], path: Path) -> list[str]:
-    on_gpu = {folder: [row for row in its_rows if row.multiprocessors] for folder, its_rows in found.items()}
-    on_gpu = {folder: its_rows for folder, its_rows in on_gpu.items() if its_rows}
-    if not on_gpu:
-        return [f"{path.name} left as it is: no rows of a GPU"]
-    folder = _newest(on_gpu)
-    return _write(path, "figures", lambda text: readme.updated(
-        text, readme.figures_block(on_gpu[folder], _link(folder / f"{rows.NAME}.md"))))
+# ---- Documentation ---------------------------------------------------------------------------------------------------
 
 
-def _generation(found: dict[Path, list[generation.Row]], path: Path) -> list[str]:
-    on_gpu = {folder: [row for row in its_rows if row.peak_bytes is not None] for folder, its_rows in found.items()}
-    on_gpu = {folder: its_rows for folder, its_rows in on_gpu.items() if its_rows}
-    if not on_gpu:
-        return []
-    folder = _newest(on_gpu)
-    return _write(path, "figures of generation", lambda text: readme.updated(
-        text, generation_readme.table_block(on_gpu[folder], _link(folder / f"{generation.NAME}.md")),
-        generation_readme.BEGIN, generation_readme.END))
+def committed_plots(folder: Path) -> dict[str, Path]:
+    """Name -> where the plot is, if the documentation shows it."""
+    return {
+        **{name: folder / "plots" / f"{name}.png" for name in plots.NAMES},
+        ACCURACY.stem: folder / ACCURACY.parent / "plots" / f"{ACCURACY.stem}.png",
+    }
+
+
+def _shown_plots(folder: Path, text: str) -> list[str]:
+    """Draws those plots beside their rows that a text shows."""
+    shown = [
+        name
+        for name, path in committed_plots(folder).items()
+        if path.resolve().is_relative_to(ROOT) and path.resolve().relative_to(ROOT).as_posix() in text
+    ]
+    problems = _plots(folder, folder / "plots", [name for name in shown if name != ACCURACY.stem])
+    if ACCURACY.stem in shown and not problems:
+        plots.draw_accuracy(records.read(folder / ACCURACY), folder / ACCURACY.parent / "plots")
+    return problems
+
+
+def blocks(found: Sequence[Path]) -> list[tuple[str, str, Callable[[Path], str]]]:
+    """(first marker, last marker, document -> what it has in between) of the newest rows of a GPU.
+
+    Raises:
+        ReadmeError: rows are missing.
+    """
+    figures = {folder: [row for row in folder_rows(folder) if row.multiprocessors] for folder in found}
+    made = {folder: [row for row in generation_rows(folder) if row.peak_bytes is not None] for folder in found}
+    return [
+        (
+            readme.BEGIN,
+            readme.END,
+            lambda document: readme.figures_block(
+                figures[_newest(figures)], _link(_newest(figures) / f"{rows.NAME}.json", document)
+            ),
+        ),
+        (
+            generation_readme.BEGIN,
+            generation_readme.END,
+            lambda document: generation_readme.table_block(
+                made[_newest(made)], _link(_newest(made) / f"{generation.NAME}.json", document)
+            ),
+        ),
+    ]
+
+
+def updated(text: str, document: Path, found: Sequence[Path]) -> str:
+    """A document's text with the blocks that it has markers of written anew.
+
+    Raises:
+        ReadmeError: rows are missing, or a marker has no counterpart.
+    """
+    for begin, end, block in blocks(found):
+        if begin in text or end in text:
+            text = readme.updated(text, block(document), begin, end)
+    return text
+
+
+def update_docs(found: Sequence[Path], documents: Sequence[Path]) -> list[str]:
+    """Rewrites the documents; returns why one is left as it is."""
+    problems = []
+    for path in documents:
+        before = path.read_text(encoding="utf-8")
+        try:
+            after = updated(before, path, found)
+        except readme.ReadmeError as error:
+            problems.append(f"{path.name} left as it is: {error}")
+            continue
+        if after != before:
+            path.write_text(after, encoding="utf-8")
+        print(f"{path.name}: " + ("written" if after != before else "has the rows' figures already"))
+    return problems
 
 
 def _newest(found: Mapping[Path, Sequence[Row] | Sequence[generation.Row]]) -> Path:
-    return max(found, key=lambda name: max(row.timestamp for row in found[name]))
+    measured = {folder: its_rows for folder, its_rows in found.items() if its_rows}
+    if not measured:
+        raise readme.ReadmeError("no rows of a GPU")
+    return max(measured, key=lambda folder: max(row.timestamp for row in measured[folder]))
 
 
-def _link(path: Path) -> str:
-    path = path.absolute()
-    return (path.relative_to(ROOT) if path.is_relative_to(ROOT) else path).as_posix()
-
-
-def _write(path: Path, what: str, change: Callable[[str], str]) -> list[str]:
-    try:
-        before = path.read_text(encoding="utf-8")
-        after = change(before)
-    except (OSError, readme.ReadmeError) as error:
-        return [f"{path.name} left as it is: {error}"]
-    if after != before:
-        path.write_text(after, encoding="utf-8")
-    print(f"{path.name}: {what} " + ("written" if after != before else "are those of the rows already"))
-    return []
+def _link(path: Path, document: Path) -> str:
+    """From a document to a file."""
+    return Path(os.path.relpath(path.resolve(), document.resolve().parent)).as_posix()
 
 
 if __name__ == "__main__":

@@ -1,26 +1,41 @@
-"""A sweep's rows, and the files they are kept in: CSV, JSON and a markdown table."""
+"""A sweep's rows, and the JSON files they are kept in."""
 
 from __future__ import annotations
 
-import csv
-import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
+from profiling import records
 from profiling.cases import Case, Load, Shape
 from profiling.counters.fields import Counters
+from profiling.counters.verdict import verdict
 
 NAME = "sweep"
+# What all rows of a run have in common.
+OF_A_RUN = (
+    "device",
+    "sm_clock_mhz",
+    "multiprocessors",
+    "threads",
+    "repeats",
+    "seed",
+    "check",
+    "torch",
+    "driver",
+    "commit",
+    "timestamp",
+)
+DERIVED = ("ratio", "status", "elements_per_clk_sm", "command", "ncu_verdict")  # from the other fields: in no file
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One measured case against one peer. None is an empty CSV field. us: microseconds; tb: 1e12 bytes."""
+    """One measured case against one peer. us: microseconds; tb: 1e12 bytes."""
 
     op: str
-    backend: str                       # of a dense operation: the peer that computed it
+    backend: str  # of a dense operation: the peer that computed it
     device: str
     B: int
     Hq: int
@@ -28,40 +43,36 @@ class Measured:
     Sq: int
     T: int
     D: int
-    keep: int                          # of D; D for a dense operation
+    keep: int  # of D; D for a dense operation
     dtype: str
     data: str
     median_us: float
     iqr_us: float
-    tb_per_s: float                    # bytes of the cache as stored and of the dense operands / time
-    peer: str                          # "": none, as for dense operations
-    peer_form: str                     # the fastest of the ways to compute it
+    tb_per_s: float  # bytes of the cache as stored and of the dense operands / time
+    peer: str  # "": none, as for dense operations
+    peer_form: str  # the fastest of the ways to compute it
     peer_us: float | None
     peer_iqr_us: float | None
-    ratio: float | None                # peer_us / median_us
-    rel_err: float                     # relative Frobenius error
-    tolerance: float                   # of rel_err
-    status: str                        # "ok", or "inaccurate" when rel_err exceeds the tolerance
-    check: str                         # what the result was compared with
-    bits_per_element: float            # of the cache as stored
-    elements_per_clk_sm: float | None  # cached elements per SM clock and SM; None on a CPU
-    sm_clock_mhz: float | None         # the fastest SM clock, which elements_per_clk_sm assumes
+    rel_err: float  # relative Frobenius error
+    tolerance: float  # of rel_err
+    check: str  # what the result was compared with
+    bits_per_element: float  # of the cache as stored
+    sm_clock_mhz: float | None  # the fastest SM clock, which elements_per_clk_sm assumes
     multiprocessors: int | None
-    threads: int | None                # CPU only
+    threads: int | None  # CPU only
     repeats: int
     seed: int
     torch: str
     driver: str
     commit: str
     timestamp: str
-    command: str                       # measures this row again
-    # Since the second version of the files; older rows have these defaults.
-    scores: str = ""                   # dtype of sparse_qk's result and sparse_av's p, if not dtype
-    cache: str = "cold"                # last-level cache at each call
-    timing: str = "events"             # "events": single calls; "graph": many calls in a CUDA graph, divided
+    # Of products and attention, some of them; other rows have these defaults.
+    scores: str = ""  # dtype of sparse_qk's result and sparse_av's p, if not dtype
+    cache: str = "cold"  # last-level cache at each call
+    timing: str = "events"  # "events": single calls; "graph": many calls in a CUDA graph, divided
     cache_tb_per_s: float | None = None  # bytes of the cache alone, as stored / time
     peer_rel_err: float | None = None  # relative Frobenius error of the peer
-    stages_ahead: int = 0              # depth of the kernel's pipeline, if it was set; 0: as dispatch chooses
+    stages_ahead: int = 0  # depth of the kernel's pipeline, if it was set; 0: as dispatch chooses
 
 
 @dataclass(frozen=True)
@@ -74,8 +85,17 @@ class Row(Counters, Measured):  # in this order the counters' fields come last
 
     @property
     def case(self) -> Case:
-        return Case(self.op, self.backend, Load(self.shape, self.keep, self.dtype, self.data), self.seed, self.repeats,
-                    self.scores, self.cache, self.timing, self.stages_ahead)
+        return Case(
+            self.op,
+            self.backend,
+            Load(self.shape, self.keep, self.dtype, self.data),
+            self.seed,
+            self.repeats,
+            self.scores,
+            self.cache,
+            self.timing,
+            self.stages_ahead,
+        )
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -83,12 +103,38 @@ class Row(Counters, Measured):  # in this order the counters' fields come last
         return (self.device, *case_key(self.case), self.peer)
 
     @property
+    def command(self) -> str:
+        """Measures this row again."""
+        return self.case.command
+
+    @property
     def sparsity(self) -> float:
         return 1 - self.keep / self.D
 
     @property
+    def ratio(self) -> float | None:
+        """The peer's time / ours."""
+        return rounded(self.peer_us / self.median_us) if self.peer_us is not None else None
+
+    @property
+    def elements_per_clk_sm(self) -> float | None:
+        """Cached elements per SM clock and SM; None on a CPU."""
+        if not self.sm_clock_mhz or not self.multiprocessors:
+            return None
+        return rounded(self.case.elements / (self.median_us * self.sm_clock_mhz * self.multiprocessors))
+
+    @property
     def accurate(self) -> bool:
-        return self.status == "ok"
+        return self.rel_err <= self.tolerance  # NaN is inaccurate, too
+
+    @property
+    def status(self) -> str:
+        return "ok" if self.accurate else "inaccurate"
+
+    @property
+    def ncu_verdict(self) -> str | None:
+        """What limits the kernel, and what would make it faster."""
+        return verdict(self)
 
     @property
     def noisy(self) -> bool:
@@ -98,8 +144,8 @@ class Row(Counters, Measured):  # in this order the counters' fields come last
 
 
 FIELDS = tuple(f.name for f in fields(Row))
-COUNTERS = tuple(f.name for f in fields(Counters))
-_REQUIRED = tuple(f.name for f in fields(Measured))[:FIELDS.index("scores")]
+_DEFAULTS = {f.name: f.default for f in fields(Row) if f.default is not MISSING}
+_REQUIRED = tuple(name for name in FIELDS if name not in _DEFAULTS)
 
 
 def case_key(case: Case) -> tuple[Any, ...]:
@@ -120,42 +166,21 @@ def rounded(value: float, digits: int = 6) -> float:
 # ---- Files -----------------------------------------------------------------------------------------------------------
 
 
-def write(rows: Sequence[Row], folder: Path, name: str = NAME) -> list[Path]:
-    """Writes NAME.csv, NAME.json (a list of objects) and NAME.md; returns their paths.
-
-    The counters' columns are there if any row has counters.
-    """
-    from profiling.tables import markdown
-
-    names = [field for field in FIELDS if field not in COUNTERS or any(getattr(row, field) is not None for row in rows)]
-    objects = [{field: value for field, value in asdict(row).items() if field in names} for row in rows]
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / f"{name}.{suffix}" for suffix in ("csv", "json", "md")]
-    with paths[0].open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, names, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(objects)
-    _replace(paths[1], json.dumps(objects, indent=1) + "\n")
-    paths[2].write_text(markdown(rows), encoding="utf-8")
-    return paths
+def write(rows: Sequence[Row], folder: Path, name: str = NAME) -> Path:
+    """Writes NAME.json; returns its path."""
+    path = folder / f"{name}.json"
+    records.write(path, [asdict(row) for row in rows], OF_A_RUN, _DEFAULTS)
+    return path
 
 
 def read(path: Path) -> list[Row]:
-    """The rows of a JSON file, of this version or an older one; ValueError says what is wrong with it."""
-    try:
-        objects = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}") from None
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
-    if not isinstance(objects, list):
-        raise ValueError(f"{path}: expected a list of rows")
-    return [from_object(fields_of_row, f"{path}: row {i}") for i, fields_of_row in enumerate(objects)]
+    """The rows of a JSON file, of this format or an older one; ValueError says what is wrong with it."""
+    return [from_object(values, f"{path}: row {i}") for i, values in enumerate(records.read(path))]
 
 
 def from_object(values: Mapping[str, Any], where: str = "row") -> Row:
-    if not isinstance(values, Mapping) or (missing := [name for name in _REQUIRED if name not in values]):
-        raise ValueError(f"{where}: " + (f"lacks {', '.join(missing)}" if isinstance(values, Mapping) else "no object"))
+    if missing := [name for name in _REQUIRED if name not in values]:
+        raise ValueError(f"{where}: lacks {', '.join(missing)}")
     row = Row(**{name: value for name, value in values.items() if name in FIELDS})
     if row.cache_tb_per_s is None and row.op != "copy":
         nbytes = row.bits_per_element / 8 * row.shape.elements
@@ -163,17 +188,31 @@ def from_object(values: Mapping[str, Any], where: str = "row") -> Row:
     return row
 
 
-def newest(rows: Iterable[Row]) -> list[Row]:
+def as_object(row: Row) -> dict[str, Any]:
+    """Every field, derived ones too."""
+    return asdict(row) | {name: getattr(row, name) for name in DERIVED}
+
+
+def write_csv(rows: Sequence[Row], path: Path) -> None:
+    """None is an empty field; columns of defaults alone are left out."""
+    records.write_csv(path, [as_object(row) for row in rows], _DEFAULTS | {"ncu_verdict": None})
+
+
+class Keyed(Protocol):
+    @property
+    def key(self) -> tuple[Any, ...]: ...
+
+    @property
+    def timestamp(self) -> str: ...
+
+
+AnyRow = TypeVar("AnyRow", bound=Keyed)
+
+
+def newest(rows: Iterable[AnyRow]) -> list[AnyRow]:
     """One row of each key, the one measured last; in the order of first appearance."""
-    found: dict[tuple[Any, ...], Row] = {}
+    found: dict[tuple[Any, ...], AnyRow] = {}
     for row in rows:
         if row.key not in found or row.timestamp >= found[row.key].timestamp:
             found[row.key] = row
     return list(found.values())
-
-
-def _replace(path: Path, text: str) -> None:
-    """Writes a file such that it is never seen half written."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)

@@ -24,8 +24,9 @@ SAVE_EVERY_S = 20.0
 class Run:
     """The state of one run: its rows so far, and the devices it met."""
 
-    def __init__(self, backends: Mapping[str, str], wanted_peers: Sequence[str] | None = None,
-                 earlier: Sequence[Row] = ()) -> None:
+    def __init__(
+        self, backends: Mapping[str, str], wanted_peers: Sequence[str] | None = None, earlier: Sequence[Row] = ()
+    ) -> None:
         self.new: list[Row] = []
         self.skipped: dict[str, int] = {}  # reason -> cases
         self.missing: dict[str, int] = {}  # reason why a peer is missing -> cases
@@ -51,8 +52,10 @@ class Run:
         return any(
             (untimed_key(row.case), row.seed, row.repeats) == (untimed_key(case), case.seed, case.repeats)
             and (row.timing == case.timing or case.timing == "auto")
-            and (row.device, row.commit, row.torch) == (env.name, env.commit, env.torch) and row.accurate
-            for row in self._earlier)
+            and (row.device, row.commit, row.torch) == (env.name, env.commit, env.torch)
+            and row.accurate
+            for row in self._earlier
+        )
 
     def measure(self, chosen: Sequence[Case], save: Callable[[], object] = lambda: None) -> None:
         """Adds the rows of each case, calling `save` now and then; one that cannot run is skipped with its reason."""
@@ -103,8 +106,9 @@ class Run:
     def join(self, counted: Mapping[Case, Counters]) -> None:
         """Puts counters into the rows of their cases, whatever those were timed with."""
         found = {untimed_key(case): asdict(counters) for case, counters in counted.items()}
-        self.new, self._earlier = ([replace(row, **found.get(untimed_key(row.case), {})) for row in part]
-                                   for part in (self.new, self._earlier))
+        self.new, self._earlier = (
+            [replace(row, **found.get(untimed_key(row.case), {})) for row in part] for part in (self.new, self._earlier)
+        )
 
-    def save(self, folder: Path, name: str = rows_module.NAME) -> list[Path]:
+    def save(self, folder: Path, name: str = rows_module.NAME) -> Path:
         return rows_module.write(self.rows, folder, name)

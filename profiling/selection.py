@@ -10,7 +10,7 @@ import torch
 
 from profiling import cases, grid, peers, suites
 from profiling.cases import Block, Case, Load
-from profiling.options import QUICK_REPEATS, REPEATS
+from profiling.options import QUICK_REPEATS, REPEATS, selects_all
 
 ON_HOST = ("cpu", "reference")  # backends of the products that run without a GPU; all others need one
 
@@ -29,19 +29,18 @@ def choose(args: argparse.Namespace, backends: Mapping[str, str]) -> list[Case]:
         for op in block.ops:
             if args.op and op not in args.op:
                 continue
-            names = [name for name in serving(op, device, backends, block.backends or args.backend)
-                     if not args.backend or name in args.backend]
+            names = [
+                name
+                for name in serving(op, device, backends, block.backends or args.backend)
+                if not args.backend or name in args.backend
+            ]
             found.update(dict.fromkeys(block.cases(op, names, args.seed, repeats)))
     return list(found)
 
 
 def results_name(args: argparse.Namespace) -> str:
     """Of the results that the rows of all chosen cases are: "sweep" of all suites, "readme", or "" for a part."""
-    own = (args.op, args.backend, args.shape, args.keep, args.dtype, args.data, args.scores, args.cache, args.peer,
-           args.grid, args.grid_file, args.timing, args.stages_ahead, args.plugin)
-    if args.quick or any(own) or args.repeats is not None or args.seed != 0:
-        return ""
-    return "sweep" if not args.suite else "readme" if args.suite == ["readme"] else ""
+    return ("readme" if args.suite else "sweep") if selects_all(args) else ""
 
 
 def serving(op: str, device: str, backends: Mapping[str, str], asked: Iterable[str] | None) -> list[str]:
@@ -86,8 +85,11 @@ def left_out(args: argparse.Namespace, backends: Mapping[str, str]) -> list[str]
     if args.backend:
         return []
     measured = default_backends(backends)
-    others = [f"{name} ({state if state != 'ok' else f'measured with --backend {name}'})"
-              for name, state in backends.items() if name not in measured]
+    others = [
+        f"{name} ({state if state != 'ok' else f'measured with --backend {name}'})"
+        for name, state in backends.items()
+        if name not in measured
+    ]
     where = "the CPU backend" if measured == ["cpu"] else "the GPU backends"
     return [f"measuring {where}; left out: {', '.join(others)}"] if others else []
 
@@ -98,9 +100,13 @@ def _device(asked: Sequence[str] | None, backends: Mapping[str, str]) -> str:
 
 def _blocks(args: argparse.Namespace, device: str) -> list[Block]:
     if args.shape:
-        loads = [Load(shape, keep, dtype, data) for shape in args.shape
-                 for keep in args.keep or cases.usual_keeps(shape.head_dim)
-                 for dtype in args.dtype or cases.DTYPES[:1] for data in args.data or cases.DATA[:1]]
+        loads = [
+            Load(shape, keep, dtype, data)
+            for shape in args.shape
+            for keep in args.keep or cases.usual_keeps(shape.head_dim)
+            for dtype in args.dtype or cases.DTYPES[:1]
+            for data in args.data or cases.DATA[:1]
+        ]
         return [Block((op,), tuple(loads)) for op in args.op or cases.SPARSE_OPS]
     if args.quick:
         return suites.quick(device)
@@ -116,12 +122,21 @@ def _blocks(args: argparse.Namespace, device: str) -> list[Block]:
 
 def _overridden(block: Block, args: argparse.Namespace) -> Block:
     """The block after the filters; --scores, --cache, --timing and --stages-ahead replace its own."""
-    loads = tuple(load for load in block.loads if (not args.keep or load.keep in args.keep)
-                  and (not args.dtype or load.dtype in args.dtype) and (not args.data or load.data in args.data))
-    return replace(block, loads=loads, scores=tuple(args.scores or block.scores),
-                   caches=tuple(args.cache or block.caches),
-                   timings=(args.timing,) if args.timing else block.timings,
-                   stages_ahead=tuple(args.stages_ahead or block.stages_ahead))
+    loads = tuple(
+        load
+        for load in block.loads
+        if (not args.keep or load.keep in args.keep)
+        and (not args.dtype or load.dtype in args.dtype)
+        and (not args.data or load.data in args.data)
+    )
+    return replace(
+        block,
+        loads=loads,
+        scores=tuple(args.scores or block.scores),
+        caches=tuple(args.cache or block.caches),
+        timings=(args.timing,) if args.timing else block.timings,
+        stages_ahead=tuple(args.stages_ahead or block.stages_ahead),
+    )
 
 
 def _check_names(what: str, names: Iterable[str] | None, known: set[str]) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import cute_kernels as ck
+from cute_kernels._cache.rows import core_of
 from profiling.check import TOLERANCES
 from profiling.soak_model import DenseCache, DenseSequence, attention
 
@@ -102,7 +103,7 @@ class Soak:
         """Content of all sequences, reference counts, the device's tables and lengths against the host's."""
         for row in self.model.in_use:
             self.check_content(row)
-        table, storage = self.cache._table, self.cache._storage
+        table, storage = core_of(self.cache).table, core_of(self.cache).storage
         table.check()
         for i, state in enumerate(table.rows):
             entries, held = storage.pool.page_table[i].tolist(), len(state.pages)
@@ -361,7 +362,7 @@ class Soak:
 
     def _grow(self) -> None:
         """Pages for all of it come with that, so not often: else none would ever be short of them."""
-        if self.rng.random() < 0.8 or self.cache._captured:
+        if self.rng.random() < 0.8 or core_of(self.cache).captured:
             return
         rows = min(self.cache.max_batch + self.rng.randint(0, 1), 2 * self.shape.max_batch)
         capacity = min(self.cache.capacity + self.rng.randint(0, 100), 2 * self.shape.capacity)

@@ -19,8 +19,9 @@ class Suite:
 def default_loads(device: str) -> list[Load]:
     """The project's figures with both distributions; bf16 and equal streams on the first, then its variants."""
     headline, variants = figures(device)[0], _variants(device)
-    loads = [Load(s, k, data=d) for s in figures(device) for k in usual_keeps(s.head_dim)
-             for d in ("gaussian", "outlier")]
+    loads = [
+        Load(s, k, data=d) for s in figures(device) for k in usual_keeps(s.head_dim) for d in ("gaussian", "outlier")
+    ]
     loads += [Load(headline, k, dtype="bfloat16") for k in usual_keeps(headline.head_dim)]
     loads += [Load(headline, _multiple(k), data="equal") for k in usual_keeps(headline.head_dim)]
     return loads + [Load(s, k) for s in variants for k in usual_keeps(s.head_dim)]
@@ -30,8 +31,13 @@ def figures(device: str) -> list[Shape]:
     """The shapes that the README quotes; the first is the headline."""
     if device == "cpu":
         return [Shape(1, 32, 8, 1, 8192, 128), Shape(1, 8, 8, 1, 4096, 128)]
-    return [Shape(8, 32, 8, 1, 16384, 128), Shape(8, 64, 8, 1, 16384, 128), Shape(8, 32, 32, 1, 4096, 128),
-            Shape(1, 32, 8, 1, 32768, 128), Shape(8, 32, 8, 1, 4096, 128)]
+    return [
+        Shape(8, 32, 8, 1, 16384, 128),
+        Shape(8, 64, 8, 1, 16384, 128),
+        Shape(8, 32, 32, 1, 4096, 128),
+        Shape(1, 32, 8, 1, 32768, 128),
+        Shape(8, 32, 8, 1, 4096, 128),
+    ]
 
 
 def _variants(device: str) -> list[Shape]:
@@ -50,8 +56,11 @@ def _usual(shapes: Iterable[Shape]) -> tuple[Load, ...]:
 
 def _product(op: str) -> Callable[[str], list[Block]]:
     def blocks(device: str) -> list[Block]:
-        return [Block((op,), tuple(default_loads(device))),
-                Block((op,), _usual(figures(device)[:1]), scores=("float32",))]
+        return [
+            Block((op,), tuple(default_loads(device))),
+            Block((op,), _usual(figures(device)[:1]), scores=("float32",)),
+        ]
+
     return blocks
 
 
@@ -64,8 +73,10 @@ def _sparsity(device: str) -> list[Block]:
     headline = figures(device)[0]
     keeps = sorted({*range(16, headline.head_dim, 16), *usual_keeps(headline.head_dim)}, reverse=True)
     loads = tuple(Load(headline, keep) for keep in keeps)
-    return [Block(DECODE_OPS, loads),
-            Block(PRODUCTS[:1], tuple(Load(headline, keep, data="outlier") for keep in keeps))]
+    return [
+        Block(DECODE_OPS, loads),
+        Block(PRODUCTS[:1], tuple(Load(headline, keep, data="outlier") for keep in keeps)),
+    ]
 
 
 def _tokens(device: str) -> list[Block]:
@@ -91,8 +102,10 @@ SUITES = {
     "av": Suite("sparse_av beside the dense product, and with float32 p, as the README uses it", _product("sparse_av")),
     "attention": Suite("sparse_attention beside dense attention, and dense attention for itself", _attention),
     "compress": Suite("compress beside a copy", lambda device: [Block(("compress",), tuple(default_loads(device)))]),
-    "peers": Suite("the peers for themselves, and a copy: the bandwidth there is",
-                   lambda device: [Block(DENSE_OPS, _usual(figures(device)))]),
+    "peers": Suite(
+        "the peers for themselves, and a copy: the bandwidth there is",
+        lambda device: [Block(DENSE_OPS, _usual(figures(device)))],
+    ),
     "sparsity": Suite("every operation against the share of elements pruned", _sparsity),
     "tokens": Suite("every operation against the number of tokens", _tokens),
     "short": Suite("small caches: cold and warm, single calls and CUDA graphs", _short),
@@ -106,7 +119,16 @@ def quick(device: str) -> list[Block]:
         shape, odd = Shape(1, 32, 8, 1, 4096, 128), Shape(1, 8, 2, 4, 4000, 64)
     else:
         shape, odd = Shape(8, 32, 8, 1, 4096, 128), Shape(8, 32, 8, 4, 4000, 64)
-    loads = (Load(shape, 38), Load(shape, 64), Load(shape, 38, data="outlier"), Load(shape, 64, data="equal"),
-             Load(shape, 38, dtype="bfloat16"), Load(odd, 19))
-    return [Block((*PRODUCTS, "compress"), loads), Block(("sparse_av",), loads[:1], scores=("float32",)),
-            Block(("dense_attention",), loads[:1])]
+    loads = (
+        Load(shape, 38),
+        Load(shape, 64),
+        Load(shape, 38, data="outlier"),
+        Load(shape, 64, data="equal"),
+        Load(shape, 38, dtype="bfloat16"),
+        Load(odd, 19),
+    )
+    return [
+        Block((*PRODUCTS, "compress"), loads),
+        Block(("sparse_av",), loads[:1], scores=("float32",)),
+        Block(("sparse_attention", "dense_attention"), loads[:1]),
+    ]

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from profiling import ROOT, options
+from profiling import folders, options
 
 try:
     import cute_kernels as ck
@@ -24,8 +24,6 @@ except ImportError as error:
     sys.exit(2)
 
 EXIT_OK, EXIT_FAILED, EXIT_NOTHING, EXIT_INTERRUPTED = 0, 1, 2, 130
-RESULTS = ROOT / "profiling" / "results"  # complete sweeps
-SCRATCH = ROOT / "build" / "sweep"        # everything else: quick, filtered, interrupted
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -72,8 +70,8 @@ def measure(run: Run, chosen: Sequence[Case], args: argparse.Namespace) -> int:
         interrupted = True
     finally:  # whatever happened, finished rows are kept
         if run.rows:
-            paths = run.save(*_target(run, args, complete and not interrupted))
-            print(tables.terminal(run.rows), "wrote " + ", ".join(map(str, paths)), sep="\n", flush=True)
+            path = run.save(*_target(run, args, complete and not interrupted))
+            print(tables.terminal(run.rows), f"wrote {path}", sep="\n", flush=True)
     return _conclude(run, interrupted)
 
 
@@ -89,13 +87,13 @@ def add_counters(run: Run, chosen: Sequence[Case], args: argparse.Namespace) -> 
 
 
 def _target(run: Run, args: argparse.Namespace, complete: bool = False) -> tuple[Path, str]:
-    """(folder, name) of the files. complete: the rows are those of all chosen cases."""
-    results = selection.results_name(args)
+    """(folder, name) of the file. complete: the rows are those of all chosen cases."""
+    name = selection.results_name(args) or rows.NAME
     if args.out is not None:
-        return args.out, results or rows.NAME
+        return args.out, name
     if args.resume is not None:
         return args.resume.parent, args.resume.stem
-    return (RESULTS if complete and results else SCRATCH) / run.slug, results or rows.NAME
+    return folders.of_device(run.slug, args.commit_results and complete), name
 
 
 def _conclude(run: Run, interrupted: bool) -> int:
@@ -105,8 +103,11 @@ def _conclude(run: Run, interrupted: bool) -> int:
     for reason, count in run.skipped.items():
         print(f"skipped {count} cases: {reason}")
     if interrupted:
-        print(f"interrupted: kept the {len(run.rows)} rows measured so far" if run.rows
-              else "interrupted before the first row")
+        print(
+            f"interrupted: kept the {len(run.rows)} rows measured so far"
+            if run.rows
+            else "interrupted before the first row"
+        )
         return EXIT_INTERRUPTED
     inaccurate = [row for row in run.rows if not row.accurate]
     for row in inaccurate:

@@ -20,8 +20,8 @@ Call = Callable[[], object]
 MAX_COPIES = 128
 WARM_UP_CALLS = 3
 SLEEP_MARGIN_US = 50.0
-GRAPH_CALLS = 32        # at least so many calls in a graph: the events around it cost about a microsecond
-GRAPH_BELOW_US = 50.0   # "auto" times calls shorter than this in a graph
+GRAPH_CALLS = 32  # at least so many calls in a graph: the events around it cost about a microsecond
+GRAPH_BELOW_US = 50.0  # "auto" times calls shorter than this in a graph
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,9 @@ def timer(device: torch.device, clock_mhz: float | None) -> CpuTimer | CudaTimer
     return CudaTimer(clock_mhz or 2000.0) if device.type == "cuda" else CpuTimer()
 
 
-def measure(rotations: Mapping[str, Sequence[Call]], repeats: int, clock: CpuTimer | CudaTimer,
-            interleaved: bool = True) -> dict[str, Timing]:
+def measure(
+    rotations: Mapping[str, Sequence[Call]], repeats: int, clock: CpuTimer | CudaTimer, interleaved: bool = True
+) -> dict[str, Timing]:
     """Times every rotation `repeats` times: all in turn, so that drift of clocks and load meets them alike, or, to
     leave the cache to each, one after the other."""
     if not interleaved:
@@ -103,13 +104,16 @@ def measure(rotations: Mapping[str, Sequence[Call]], repeats: int, clock: CpuTim
     return {name: Timing.of(values) for name, values in samples.items()}
 
 
-def measure_graphs(rotations: Mapping[str, Sequence[Call]], repeats: int, clock: CudaTimer,
-                   interleaved: bool = True) -> dict[str, Timing]:
+def measure_graphs(
+    rotations: Mapping[str, Sequence[Call]], repeats: int, clock: CudaTimer, interleaved: bool = True
+) -> dict[str, Timing]:
     """Times a call as part of a CUDA graph of many: what it takes where launches cost nothing and kernels follow on."""
     graphs = {name: _graph(calls) for name, calls in rotations.items()}
     timings = measure({name: [graph.replay] for name, (graph, _) in graphs.items()}, repeats, clock, interleaved)
-    return {name: Timing(timing.median_us / graphs[name][1], timing.iqr_us / graphs[name][1])
-            for name, timing in timings.items()}
+    return {
+        name: Timing(timing.median_us / graphs[name][1], timing.iqr_us / graphs[name][1])
+        for name, timing in timings.items()
+    }
 
 
 def _graph(calls: Sequence[Call]) -> tuple[torch.cuda.CUDAGraph, int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import zlib
-from dataclasses import dataclass
 
 import hypothesis
 import pytest
@@ -14,7 +13,9 @@ import torch
 SEED_VARIABLE = "CUTE_KERNELS_TEST_SEED"
 BASE_SEED = int(os.environ.get(SEED_VARIABLE) or random.SystemRandom().randrange(2**31))
 
-pytest.register_assert_rewrite("page_pools", "tests.exact_kv_cache")
+pytest.register_assert_rewrite("tests.support")
+
+from tests.support.backends import BACKENDS, Backend, skip_unless_ok
 
 hypothesis.settings.register_profile("cute_kernels", deadline=None, print_blob=True, max_examples=40)
 hypothesis.settings.load_profile("cute_kernels")
@@ -45,28 +46,13 @@ def rng(request) -> random.Random:
     return random.Random(seed)
 
 
-@dataclass(frozen=True)
-class Backend:
-    name: str
-    device: torch.device
-
-
-BACKENDS = [
-    pytest.param(("reference", "cpu"), id="reference"),
-    pytest.param(("cpu", "cpu"), id="cpu"),
-    pytest.param(("reference", "cuda"), id="reference-cuda", marks=pytest.mark.gpu),
-    pytest.param(("sm80", "cuda"), id="sm80", marks=pytest.mark.gpu),
-    pytest.param(("sm90", "cuda"), id="sm90", marks=pytest.mark.gpu),
-]
-
-
 @pytest.fixture(params=BACKENDS)
 def backend(request) -> Backend:
     """Every backend that a product can run on, with a device for its tensors."""
     name, device = request.param
     if device == "cuda":
-        _skip_unless_ok("sm80")  # compression on the device needs the extension's kernels, whatever multiplies
-    _skip_unless_ok(name)
+        skip_unless_ok("sm80")  # compression on the device needs the extension's kernels, whatever multiplies
+    skip_unless_ok(name)
     return Backend(name, torch.device(device))
 
 
@@ -74,13 +60,5 @@ def backend(request) -> Backend:
 def device(request) -> torch.device:
     """Every device that compression runs on."""
     if request.param == "cuda":
-        _skip_unless_ok("sm80")
+        skip_unless_ok("sm80")
     return torch.device(request.param)
-
-
-def _skip_unless_ok(name: str) -> None:
-    import cute_kernels as ck
-
-    status = ck.backends()[name]
-    if status != "ok":
-        pytest.skip(f"{name}: {status}")

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from third_party import BuildError
+from third_party.architectures import ARCHITECTURES, families
 
 HEADER_REQUIREMENTS = (
     "nvidia-cuda-runtime==13.0.96",
@@ -24,9 +25,9 @@ HEADER_REQUIREMENTS = (
     "nvidia-cuda-crt==13.0.88",
 )
 
-DEFAULT_ARCH_LIST = "8.0;9.0a"
-ACCEPTED_ARCHS = ("8.0", "8.6", "8.9", "9.0", "9.0a")
-_ARCH_NAMES = {"ampere": ("8.0", "8.6"), "ada": ("8.9",), "hopper": ("9.0a",)}
+DEFAULT_ARCH_LIST = ";".join(arch.name for arch in ARCHITECTURES.values() if arch.by_default)
+_NAME_OF = {spelling: arch.name for arch in ARCHITECTURES.values() for spelling in arch.spellings}
+ACCEPTED_ARCHS = tuple(_NAME_OF)
 
 DEFAULT_ROOT = Path("/usr/local/cuda")
 _NO_NVCC = "cute_kernels: nvcc not found, building the CPU backend only (set CUDA_HOME to the CUDA toolkit's root)"
@@ -35,12 +36,16 @@ _NO_NVCC = "cute_kernels: nvcc not found, building the CPU backend only (set CUD
 # ---- Architectures ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class Arch:
-    """One compute capability to compile for, such as 8.0, and whether its PTX goes along."""
+    """One of ARCHITECTURES to compile for, such as 8.0, and whether its PTX goes along."""
 
     name: str
     ptx: bool = False
+
+    @property
+    def spelled(self) -> str:
+        return self.name + ("+PTX" if self.ptx else "")
 
     @property
     def gencode(self) -> str:
@@ -54,29 +59,27 @@ def parse_arch_list(text: str | None) -> list[Arch]:
     """TORCH_CUDA_ARCH_LIST -> the architectures in ascending order; None or blank means `DEFAULT_ARCH_LIST`.
 
     Entries are separated by ';', ',' or white space. Each is a compute capability or a family's name, upper or lower
-    case, and may end in +PTX. 9.0 means 9.0a: WGMMA exists only there.
+    case, and may end in +PTX. Which there are, and which spellings mean the same, the table of architectures says.
 
     Raises:
         BuildError: an entry is not one of those.
     """
     entries = [e for e in re.split(r"[;,\s]+", text or "") if e] or DEFAULT_ARCH_LIST.split(";")
+    members = {family.lower(): names for family, names in families().items()}
     ptx_of: dict[str, bool] = {}
     for entry in entries:
-        match = re.fullmatch(r"(.*?)(\+ptx)?", entry.lower())
-        name, ptx = match.group(1), match.group(2) is not None
-        if name in ACCEPTED_ARCHS:
-            names = ("9.0a" if name == "9.0" else name,)
-        elif name in _ARCH_NAMES:
-            names = _ARCH_NAMES[name]
-        else:
+        name, plus, ptx = entry.lower().partition("+")
+        names = (_NAME_OF[name],) if name in _NAME_OF else members.get(name, ())
+        if not names or plus + ptx not in ("", "+ptx"):
+            known = [f"{family} ({';'.join(names)})" for family, names in families().items()]
             raise BuildError(
                 f"TORCH_CUDA_ARCH_LIST: '{entry}' is not supported; it takes {', '.join(ACCEPTED_ARCHS)}, each with an "
-                "optional +PTX, and the names Ampere (8.0;8.6), Ada (8.9) and Hopper (9.0a), for instance "
+                f"optional +PTX, and the names {', '.join(known[:-1])} and {known[-1]}, for instance "
                 f'"{DEFAULT_ARCH_LIST}"'
             )
         for n in names:
-            ptx_of[n] = ptx_of.get(n, False) or (ptx and n == names[-1])  # a family's PTX is that of its newest member
-    return sorted(Arch(n, p) for n, p in ptx_of.items())
+            ptx_of[n] = ptx_of.get(n, False) or (ptx != "" and n == names[-1])  # of a family: its newest member's
+    return [Arch(n, ptx_of[n]) for n in ARCHITECTURES if n in ptx_of]
 
 
 # ---- Toolkit ---------------------------------------------------------------------------------------------------------
@@ -94,13 +97,11 @@ class Toolkit:
 
     def check_archs(self, archs: list[Arch]) -> None:
         """Raises BuildError for what this nvcc cannot compile."""
-        oldest = {"9.0a": (12, 0), "8.9": (11, 8)}
-        version = tuple(int(p) for p in self.version.split("."))
         for arch in archs:
-            if version < oldest.get(arch.name, (11, 4)):
-                wanted = ".".join(str(p) for p in oldest.get(arch.name, (11, 4)))
+            oldest = ARCHITECTURES[arch.name].oldest_cuda
+            if _numbers(self.version) < _numbers(oldest):
                 raise BuildError(
-                    f"{self.nvcc} is CUDA {self.version}, but {arch.name} needs CUDA {wanted} or newer; set CUDA_HOME "
+                    f"{self.nvcc} is CUDA {self.version}, but {arch.name} needs CUDA {oldest} or newer; set CUDA_HOME "
                     f"to a newer toolkit or take {arch.name} out of TORCH_CUDA_ARCH_LIST"
                 )
 
@@ -156,6 +157,10 @@ def find_cuda(environ: Mapping[str, str] | None = None) -> tuple[Toolkit | None,
     return toolkit, archs
 
 
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in version.split("."))
+
+
 def _toolkit(root: Path, nvcc: Path) -> Toolkit:
     try:
         output = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
@@ -175,7 +180,8 @@ def _root_of(nvcc: Path) -> Path | None:
             return root
     # A wrapper script: nvcc itself says where it lives.
     try:
-        result = subprocess.run([nvcc, "-dryrun", "-E", "-x", "cu", os.devnull], capture_output=True, text=True)
+        command = [nvcc, "-dryrun", "-E", "-x", "cu", os.devnull]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError:
         return None
     match = re.search(r"^#\$ TOP=(.+)$", result.stderr + result.stdout, re.MULTILINE)
@@ -217,8 +223,10 @@ def find_headers(toolkit: Toolkit | None, environ: Mapping[str, str] | None = No
         dirs = _with_cccl(include)
         if _complete(dirs):
             return dirs
-    raise BuildError("the CUDA headers (cuda_runtime_api.h, cuda/std) were not found; the CPU backend needs them too: "
-                     f"pip install {' '.join(HEADER_REQUIREMENTS)}, or set CUDA_HOME to a CUDA toolkit's root")
+    raise BuildError(
+        "the CUDA headers (cuda_runtime_api.h, cuda/std) were not found; the CPU backend needs them too: "
+        f"pip install {' '.join(HEADER_REQUIREMENTS)}, or set CUDA_HOME to a CUDA toolkit's root"
+    )
 
 
 def _with_cccl(include: Path) -> tuple[Path, ...]:

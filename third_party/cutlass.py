@@ -46,8 +46,10 @@ def find_cutlass(environ: Mapping[str, str] | None = None) -> Path:
         root = Path(override).expanduser().absolute()
         include = next((p for p in (root, root / "include") if (p / _VERSION_HEADER).is_file()), None)
         if include is None:
-            raise BuildError(f"CUTLASS_PATH={override} holds neither {_VERSION_HEADER} nor include/{_VERSION_HEADER}; "
-                             f"unset it or point it at a CUTLASS {VERSION} checkout")
+            raise BuildError(
+                f"CUTLASS_PATH={override} holds neither {_VERSION_HEADER} nor include/{_VERSION_HEADER}; "
+                f"unset it or point it at a CUTLASS {VERSION} checkout"
+            )
     else:
         include = _wheel_include()
         if include is None:

@@ -29,7 +29,8 @@ def find_pybind11() -> Path:
 def find_ninja() -> str:
     """The ninja program: of the ninja module, else on PATH."""
     try:
-        from ninja import BIN_DIR  # a module of a few lines: it knows where its installation keeps the program
+        # A module of a few lines, which knows where its installation keeps the program.
+        from ninja import BIN_DIR  # noqa: PLC0415
     except ImportError:
         BIN_DIR = None
     if BIN_DIR and os.access(Path(BIN_DIR, "ninja"), os.X_OK):
@@ -58,8 +59,10 @@ def find_cuobjdump(environ: Mapping[str, str] | None = None) -> Path:
     for folder in folders:
         if all(os.access(folder / program, os.X_OK) for program in ("cuobjdump", "nvdisasm")):
             return folder / "cuobjdump"
-    raise BuildError("cuobjdump and nvdisasm were not found: pip install "
-                     + " ".join(f'"{requirement}"' for requirement in CUOBJDUMP_REQUIREMENTS))
+    raise BuildError(
+        "cuobjdump and nvdisasm were not found: pip install "
+        + " ".join(f'"{requirement}"' for requirement in CUOBJDUMP_REQUIREMENTS)
+    )
 
 
 def _locations(module: str) -> list[str]:

@@ -5,6 +5,11 @@
 
 #include <array>
 #include <cstdint>
+#include <stdexcept>
+
+#if CUTE_KERNELS_CUDA
+#include "cute_kernels/dispatch/tuning.hpp"
+#endif
 
 namespace cute_kernels::bindings {
 
@@ -31,14 +36,20 @@ class Scratch {
   pybind11::object tensor_;
 };
 
+#if CUTE_KERNELS_CUDA
+inline dispatch::Tuning make_tuning(int stages_ahead) {
+  if (stages_ahead < 0) throw std::invalid_argument("stages_ahead must be at least 0");
+  dispatch::Tuning tuning;
+  tuning.stages_ahead = stages_ahead;
+  return tuning;
+}
+#endif
+
 void bind_format(pybind11::module_& m);  // _C.format and _C.SparseView
 void bind_cpu(pybind11::module_& m);     // _C.cpu
 #if CUTE_KERNELS_CUDA
 void bind_cuda(pybind11::module_& m);  // _C.cuda
 #endif
-void bind_attention(pybind11::module_& m);  // _C.Window and sparse_attention, after the modules that it goes into
-#if CUTE_KERNELS_CUDA
-void bind_step(pybind11::module_& m);  // _C.cuda.Step, after all that it is made of
-#endif
+void bind_attention(pybind11::module_& m);  // _C.Window and attention, into the modules made before
 
 }  // namespace cute_kernels::bindings

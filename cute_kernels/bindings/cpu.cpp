@@ -1,25 +1,61 @@
 // _C.cpu: the CPU backend. Pointers are host pointers.
+#include "cute_kernels/cpu/cpu.hpp"
+
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-
 #include "cute_kernels/bindings/bindings.hpp"
-#include "cute_kernels/cpu/cpu.hpp"
 #include "cute_kernels/cpu/kernels.hpp"
 
 namespace cute_kernels::bindings {
 namespace {
 
 namespace py = pybind11;
-using format::DType;
 using format::SparseView;
 using Unlocked = py::call_guard<py::gil_scoped_release>;
 
-void select(uintptr_t x, const Strides& strides, int batch, int kv_heads, int64_t tokens, int head_dim, int dtype,
+cpu::DenseView dense_view(uintptr_t x, Strides const& strides, int batch, int kv_heads, int64_t tokens, int head_dim,
+                          DType dtype) {
+  cpu::DenseView view;
+  view.data = to_pointer<uint16_t>(x);
+  view.stride_batch = strides[0];
+  view.stride_head = strides[1];
+  view.stride_token = strides[2];
+  view.batch = batch;
+  view.kv_heads = kv_heads;
+  view.tokens = tokens;
+  view.head_dim = head_dim;
+  view.dtype = dtype;
+  return view;
+}
+
+// The rows that become `view`, or tiles of it.
+cpu::DenseView dense_view(uintptr_t x, Strides const& strides, SparseView const& view, int batch, int64_t tokens) {
+  return dense_view(x, strides, batch, view.kv_heads, tokens, view.head_dim, view.dtype);
+}
+
+cpu::DenseOperand dense_operand(uintptr_t x, Strides const& strides, int heads, int64_t tokens, DType dtype) {
+  cpu::DenseOperand operand;
+  operand.data = to_pointer<void>(x);
+  operand.stride_batch = strides[0];
+  operand.stride_head = strides[1];
+  operand.stride_token = strides[2];
+  operand.heads = heads;
+  operand.tokens = tokens;
+  operand.dtype = dtype;
+  return operand;
+}
+
+void select(uintptr_t x, Strides const& strides, int batch, int kv_heads, int64_t tokens, int head_dim, int dtype,
             int keep, uintptr_t masks, uintptr_t counts, uintptr_t pruned, int threads) {
-  cpu::select({to_pointer<uint16_t>(x), strides[0], strides[1], strides[2], batch, kv_heads, tokens, head_dim,
-               static_cast<DType>(dtype)},
-              keep, to_pointer<uint32_t>(masks), to_pointer<int32_t>(counts), to_pointer<uint16_t>(pruned), threads);
+  cpu::select(dense_view(x, strides, batch, kv_heads, tokens, head_dim, static_cast<DType>(dtype)), keep,
+              to_pointer<uint32_t>(masks), to_pointer<int32_t>(counts), to_pointer<uint16_t>(pruned), threads);
+}
+
+void quantize(uintptr_t x, Strides const& strides, int batch, int kv_heads, int64_t tokens, int head_dim, int dtype,
+              int codec, uintptr_t out, int threads) {
+  cpu::quantize(dense_view(x, strides, batch, kv_heads, tokens, head_dim, static_cast<DType>(dtype)),
+                static_cast<format::CodecId>(codec), to_pointer<uint16_t>(out), threads);
 }
 
 void balance(uintptr_t masks, uintptr_t channel_order, uintptr_t masks2, uintptr_t channel_order2, int batch,
@@ -31,49 +67,47 @@ void balance(uintptr_t masks, uintptr_t channel_order, uintptr_t masks2, uintptr
                threads);
 }
 
-void pack(uintptr_t x, const Strides& strides, uintptr_t masks, const SparseView& view, int threads) {
-  cpu::pack({to_pointer<uint16_t>(x), strides[0], strides[1], strides[2], view.batch, view.kv_heads, view.tokens,
-             view.head_dim, view.dtype},
-            to_pointer<uint32_t>(masks), view, threads);
+void pack(uintptr_t x, Strides const& strides, uintptr_t masks, SparseView const& view, int threads) {
+  cpu::pack(dense_view(x, strides, view, view.batch, view.tokens), to_pointer<uint32_t>(masks), view, threads);
 }
 
-void decompress(const SparseView& view, uintptr_t out, int threads) {
+void decompress(SparseView const& view, uintptr_t out, int threads) {
   cpu::decompress(view, to_pointer<uint16_t>(out), threads);
 }
 
-void sparse_qk(const SparseView& view, uintptr_t q, const Strides& q_strides, int q_heads, int64_t q_tokens,
+void sparse_qk(SparseView const& view, uintptr_t q, Strides const& q_strides, int q_heads, int64_t q_tokens,
                float scale, uintptr_t out, int out_dtype, int threads) {
-  cpu::sparse_qk(view, {to_pointer<void>(q), q_strides[0], q_strides[1], q_strides[2], q_heads, q_tokens, view.dtype},
-                 scale, to_pointer<void>(out), static_cast<DType>(out_dtype), threads);
+  cpu::sparse_qk(view, dense_operand(q, q_strides, q_heads, q_tokens, view.dtype), scale, to_pointer<void>(out),
+                 static_cast<DType>(out_dtype), threads);
 }
 
-void sparse_av(const SparseView& view, uintptr_t p, const Strides& p_strides, int p_dtype, int q_heads,
+void sparse_av(SparseView const& view, uintptr_t p, Strides const& p_strides, int p_dtype, int q_heads,
                int64_t q_tokens, uintptr_t out, int threads) {
-  cpu::sparse_av(view,
-                 {to_pointer<void>(p), p_strides[0], p_strides[1], p_strides[2], q_heads, q_tokens,
-                  static_cast<DType>(p_dtype)},
+  cpu::sparse_av(view, dense_operand(p, p_strides, q_heads, q_tokens, static_cast<DType>(p_dtype)),
                  to_pointer<uint16_t>(out), threads);
 }
 
-compress::Pool make_pool(const SparseView& keys, const SparseView& values, int key_keep, int value_keep,
+compress::Pool make_pool(SparseView const& keys, SparseView const& values, int key_keep, int value_keep,
                          uintptr_t dropped, uintptr_t error) {
-  return {keys, values, key_keep, value_keep, to_pointer<int64_t>(dropped), to_pointer<int32_t>(error)};
+  compress::Pool pool;
+  pool.keys = keys;
+  pool.values = values;
+  pool.key_keep = key_keep;
+  pool.value_keep = value_keep;
+  pool.dropped = to_pointer<int64_t>(dropped);
+  pool.error = to_pointer<int32_t>(error);
+  return pool;
 }
 
-cpu::DenseView rows_of_pool(const SparseView& view, uintptr_t x, const Strides& strides, int batch, int64_t tokens) {
-  return {to_pointer<uint16_t>(x), strides[0], strides[1],    strides[2], batch,
-          view.kv_heads,           tokens,     view.head_dim, view.dtype};
-}
-
-void store(const compress::Pool& pool, uintptr_t k, const Strides& k_strides, uintptr_t v, const Strides& v_strides,
+void store(compress::Pool const& pool, uintptr_t k, Strides const& k_strides, uintptr_t v, Strides const& v_strides,
            int batch, int64_t tokens, uintptr_t sequences, uintptr_t first_tiles, int new_order, int threads) {
-  cpu::store(pool, rows_of_pool(pool.keys, k, k_strides, batch, tokens),
-             rows_of_pool(pool.values, v, v_strides, batch, tokens),
+  cpu::store(pool, dense_view(k, k_strides, pool.keys, batch, tokens),
+             dense_view(v, v_strides, pool.values, batch, tokens),
              {to_pointer<int32_t>(sequences), to_pointer<int32_t>(first_tiles)},
              static_cast<compress::NewOrder>(new_order), threads);
 }
 
-void load(const compress::Pool& pool, int sequence, int first_tile, int tiles, uintptr_t keys, uintptr_t values,
+void load(compress::Pool const& pool, int sequence, int first_tile, int tiles, uintptr_t keys, uintptr_t values,
           int threads) {
   cpu::load(pool, {sequence, first_tile, tiles}, to_pointer<uint16_t>(keys), to_pointer<uint16_t>(values), threads);
 }
@@ -85,10 +119,14 @@ void bind_cpu(py::module_& m) {
   py::class_<compress::Pool>(m, "Pool", "Keys and values in pages of one table, as pointers and sizes; owns nothing")
       .def(py::init(&make_pool), "keys"_a, "values"_a, "key_keep"_a, "value_keep"_a, "dropped"_a, "error"_a);
   auto c = m.def_submodule("cpu", "The CPU backend: host pointers, sizes, the number of threads");
-  c.def("isa", [] { return cpu::kernels().name; },
-        "Instruction set of the kernels: \"avx512\", \"avx2\" or \"scalar\"; CUTE_KERNELS_CPU_ISA picks a lower one");
+  c.def(
+      "isa", [] { return cpu::kernels().name; },
+      "Instruction set of the kernels: \"avx512\", \"avx2\" or \"scalar\"; CUTE_KERNELS_CPU_ISA picks a lower one");
   c.def("select", &select, Unlocked(), "x"_a, "strides"_a, "batch"_a, "kv_heads"_a, "tokens"_a, "head_dim"_a, "dtype"_a,
         "keep"_a, "masks"_a, "counts"_a, "pruned"_a, "threads"_a);
+  c.def("quantize", &quantize, Unlocked(), "x"_a, "strides"_a, "batch"_a, "kv_heads"_a, "tokens"_a, "head_dim"_a,
+        "dtype"_a, "codec"_a, "out"_a, "threads"_a,
+        "x as the codec stores it, contiguous; what rounds to 0 becomes +0");
   c.def("balance", &balance, Unlocked(), "masks"_a, "channel_order"_a, "masks2"_a, "channel_order2"_a, "batch"_a,
         "kv_heads"_a, "tokens"_a, "head_dim"_a, "token_order"_a, "longest"_a, "longest2"_a, "threads"_a);
   c.def("pack", &pack, Unlocked(), "x"_a, "strides"_a, "masks"_a, "view"_a, "threads"_a);

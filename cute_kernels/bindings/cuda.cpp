@@ -1,18 +1,17 @@
 // _C.cuda: the GPU backends. Arguments were checked in Python; pointers are device pointers on the current device.
 #if CUTE_KERNELS_CUDA
 
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
 #include <functional>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
-
 #include "cute_kernels/bindings/bindings.hpp"
 #include "cute_kernels/compress/compress.hpp"
 #include "cute_kernels/compress/pages.hpp"
-#include "cute_kernels/dispatch/device.hpp"
 #include "cute_kernels/dispatch/products.hpp"
 
 namespace py = pybind11;
@@ -24,13 +23,13 @@ cudaStream_t stream_of(uintptr_t stream) { return reinterpret_cast<cudaStream_t>
 
 compress::DenseView dense_view(uintptr_t x, Strides const& strides, int batch, int kv_heads, int64_t tokens,
                                int head_dim, int dtype) {
-  return {to_pointer<void>(x), strides[0], strides[1], strides[2], batch, kv_heads, tokens, head_dim,
-          static_cast<format::DType>(dtype)};
+  return {to_pointer<void>(x),      strides[0], strides[1], strides[2], batch, kv_heads, tokens, head_dim,
+          static_cast<DType>(dtype)};
 }
 
 compress::DenseView dense_view(uintptr_t x, Strides const& strides, format::SparseView const& view) {
   return {to_pointer<void>(x), strides[0],  strides[1],    strides[2], view.batch,
-          view.kv_heads,    view.tokens, view.head_dim, view.dtype};
+          view.kv_heads,       view.tokens, view.head_dim, view.dtype};
 }
 
 void select(uintptr_t x, Strides const& strides, int batch, int kv_heads, int64_t tokens, int head_dim, int dtype,
@@ -40,8 +39,8 @@ void select(uintptr_t x, Strides const& strides, int batch, int kv_heads, int64_
 }
 
 void deal(uintptr_t counts, int heads, int head_dim, uintptr_t channel_order, uintptr_t stream) {
-  compress::deal(to_pointer<int32_t>(counts), heads, format::padded_head_dim(head_dim), to_pointer<uint8_t>(channel_order),
-                 stream_of(stream));
+  compress::deal(to_pointer<int32_t>(counts), heads, format::padded_head_dim(head_dim),
+                 to_pointer<uint8_t>(channel_order), stream_of(stream));
 }
 
 void balance(uintptr_t masks, uintptr_t channel_order, uintptr_t masks2, uintptr_t channel_order2, int batch,
@@ -62,8 +61,8 @@ void offsets(uintptr_t longest, int64_t tiles, uintptr_t counts, int heads, int 
 
 void pack(uintptr_t x, Strides const& strides, uintptr_t masks, int keep, uintptr_t totals, int64_t capacity,
           format::SparseView const& view, uintptr_t stream) {
-  compress::pack(dense_view(x, strides, view), to_pointer<uint32_t>(masks), keep, to_pointer<int64_t>(totals), capacity, view,
-                 stream_of(stream));
+  compress::pack(dense_view(x, strides, view), to_pointer<uint32_t>(masks), keep, to_pointer<int64_t>(totals), capacity,
+                 view, stream_of(stream));
 }
 
 void decompress(format::SparseView const& view, uintptr_t out, uintptr_t stream) {
@@ -72,8 +71,8 @@ void decompress(format::SparseView const& view, uintptr_t out, uintptr_t stream)
 
 compress::DenseView rows_of_pool(format::SparseView const& view, uintptr_t x, Strides const& strides, int batch,
                                  int64_t tokens) {
-  return {to_pointer<void>(x), strides[0],    strides[1], strides[2], batch, view.kv_heads, tokens,
-          view.head_dim,    view.dtype};
+  return {to_pointer<void>(x), strides[0], strides[1],    strides[2], batch,
+          view.kv_heads,       tokens,     view.head_dim, view.dtype};
 }
 
 void store(compress::Pool const& pool, uintptr_t k, Strides const& k_strides, uintptr_t v, Strides const& v_strides,
@@ -85,11 +84,15 @@ void store(compress::Pool const& pool, uintptr_t k, Strides const& k_strides, ui
                   static_cast<compress::NewOrder>(new_order), part, to_pointer<void>(scratch), stream_of(stream));
 }
 
-compress::Windows make_windows(uintptr_t keys, uintptr_t values, uintptr_t lengths, uintptr_t arrivals, int room,
+compress::Windows make_windows(uintptr_t keys, uintptr_t values, uintptr_t lengths, uintptr_t arrivals, int capacity,
                                int recent) {
   if (keys % 16 || values % 16) throw std::invalid_argument("windows must be aligned to 16 bytes");
-  return {to_pointer<uint16_t>(keys),    to_pointer<uint16_t>(values), to_pointer<int32_t>(lengths),
-          to_pointer<int32_t>(arrivals), room,                      recent};
+  return {to_pointer<uint16_t>(keys),
+          to_pointer<uint16_t>(values),
+          to_pointer<int32_t>(lengths),
+          to_pointer<int32_t>(arrivals),
+          capacity,
+          recent};
 }
 
 void append(compress::Pool const& pool, compress::Windows const& windows, uintptr_t lengths, uintptr_t k,
@@ -102,39 +105,47 @@ void append(compress::Pool const& pool, compress::Windows const& windows, uintpt
 
 void load(compress::Pool const& pool, int sequence, int first_tile, int tiles, uintptr_t keys, uintptr_t values,
           uintptr_t stream) {
-  compress::load(pool, {sequence, first_tile, tiles}, to_pointer<void>(keys), to_pointer<void>(values), stream_of(stream));
+  compress::load(pool, {sequence, first_tile, tiles}, to_pointer<void>(keys), to_pointer<void>(values),
+                 stream_of(stream));
+}
+
+product::DenseOperand dense_operand(uintptr_t data, Strides const& strides, DType dtype) {
+  product::DenseOperand dense{};
+  dense.data = to_pointer<void>(data);
+  dense.stride_batch = strides[0];
+  dense.stride_head = strides[1];
+  dense.stride_token = strides[2];
+  dense.dtype = dtype;
+  return dense;
 }
 
 void sparse_qk(format::SparseView const& view, uintptr_t q, Strides const& q_strides, int q_heads, int q_tokens,
-               float scale, uintptr_t out, int out_dtype, std::string const& backend, uintptr_t stream) {
-  dispatch::Product product{view,
-                            {to_pointer<void>(q), q_strides[0], q_strides[1], q_strides[2], view.dtype},
-                            q_heads,
-                            q_tokens,
-                            to_pointer<void>(out),
-                            static_cast<format::DType>(out_dtype),
-                            scale};
-  dispatch::run(product, {}, backend, stream_of(stream));
+               float scale, uintptr_t out, int out_dtype, std::string const& backend, int stages_ahead,
+               uintptr_t stream) {
+  dispatch::Product product{};
+  product.sparse = view;
+  product.dense = dense_operand(q, q_strides, view.dtype);
+  product.query_heads = q_heads;
+  product.query_tokens = q_tokens;
+  product.out = to_pointer<void>(out);
+  product.out_dtype = static_cast<DType>(out_dtype);
+  product.scale = scale;
+  dispatch::run(product, {}, backend, make_tuning(stages_ahead), stream_of(stream));
 }
 
 void sparse_av(format::SparseView const& view, uintptr_t p, Strides const& p_strides, int p_dtype, int q_heads,
-               int q_tokens, uintptr_t out, py::object const& new_empty, std::string const& backend, uintptr_t stream) {
-  dispatch::Product product{
-      view,
-      {to_pointer<void>(p), p_strides[0], p_strides[1], p_strides[2], static_cast<format::DType>(p_dtype)},
-      q_heads,
-      q_tokens,
-      to_pointer<void>(out),
-      view.dtype,
-      1.f};
+               int q_tokens, uintptr_t out, py::object const& new_empty, std::string const& backend, int stages_ahead,
+               uintptr_t stream) {
+  dispatch::Product product{};
+  product.sparse = view;
+  product.dense = dense_operand(p, p_strides, static_cast<DType>(p_dtype));
+  product.query_heads = q_heads;
+  product.query_tokens = q_tokens;
+  product.out = to_pointer<void>(out);
+  product.out_dtype = view.dtype;
+  product.scale = 1.f;
   Scratch scratch(new_empty);
-  dispatch::run(product, std::ref(scratch), backend, stream_of(stream));
-}
-
-// Of the calls that this thread makes from now on.
-void set_stages_ahead(int stages_ahead) {
-  if (stages_ahead < 0) throw std::invalid_argument("stages_ahead must be at least 0");
-  dispatch::tuning.stages_ahead = stages_ahead;
+  dispatch::run(product, std::ref(scratch), backend, make_tuning(stages_ahead), stream_of(stream));
 }
 
 }  // namespace
@@ -142,10 +153,6 @@ void set_stages_ahead(int stages_ahead) {
 void bind_cuda(py::module_& m) {
   using namespace py::literals;
   auto cuda = m.def_submodule("cuda", "GPU backends: device pointers, sizes, the stream");
-  std::vector<std::string> backends;
-  for (char const* name : {"sm80", "sm90"})
-    if (dispatch::has_backend(name)) backends.push_back(name);
-  cuda.attr("BACKENDS") = backends;
   cuda.def("select", &select, "x"_a, "strides"_a, "batch"_a, "kv_heads"_a, "tokens"_a, "head_dim"_a, "dtype"_a,
            "keep"_a, "masks"_a, "counts"_a, "pruned"_a, "stream"_a);
   cuda.def("balance", &balance, "masks"_a, "channel_order"_a, "masks2"_a, "channel_order2"_a, "batch"_a, "kv_heads"_a,
@@ -156,7 +163,7 @@ void bind_cuda(py::module_& m) {
   cuda.def("pack", &pack, "x"_a, "strides"_a, "masks"_a, "keep"_a, "totals"_a, "capacity"_a, "view"_a, "stream"_a);
   cuda.def("decompress", &decompress, "view"_a, "out"_a, "stream"_a);
   py::class_<compress::Windows>(cuda, "Windows", "The dense windows of a pool's sequences, as pointers and sizes")
-      .def(py::init(&make_windows), "keys"_a, "values"_a, "lengths"_a, "arrivals"_a, "room"_a, "recent"_a);
+      .def(py::init(&make_windows), "keys"_a, "values"_a, "lengths"_a, "arrivals"_a, "capacity"_a, "recent"_a);
   cuda.def("store_scratch_bytes", &compress::store_scratch_bytes, "pool"_a, "batch"_a, "part"_a);
   cuda.def("store", &store, "pool"_a, "k"_a, "k_strides"_a, "v"_a, "v_strides"_a, "batch"_a, "tokens"_a, "sequences"_a,
            "first_tiles"_a, "new_order"_a, "part"_a, "scratch"_a, "stream"_a);
@@ -164,11 +171,9 @@ void bind_cuda(py::module_& m) {
            "tokens"_a, "sequences"_a, "stream"_a);
   cuda.def("load", &load, "pool"_a, "sequence"_a, "first_tile"_a, "tiles"_a, "keys"_a, "values"_a, "stream"_a);
   cuda.def("sparse_qk", &sparse_qk, "view"_a, "q"_a, "q_strides"_a, "q_heads"_a, "q_tokens"_a, "scale"_a, "out"_a,
-           "out_dtype"_a, "backend"_a, "stream"_a);
+           "out_dtype"_a, "backend"_a, "stages_ahead"_a, "stream"_a);
   cuda.def("sparse_av", &sparse_av, "view"_a, "p"_a, "p_strides"_a, "p_dtype"_a, "q_heads"_a, "q_tokens"_a, "out"_a,
-           "new_empty"_a, "backend"_a, "stream"_a);
-  cuda.def("set_stages_ahead", &set_stages_ahead, "stages_ahead"_a,
-           "The depth of the pipeline for this thread's calls, see dispatch/tuning.hpp; 0: as heuristics.hpp chooses");
+           "new_empty"_a, "backend"_a, "stages_ahead"_a, "stream"_a);
 }
 
 }  // namespace cute_kernels::bindings

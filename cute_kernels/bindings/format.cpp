@@ -1,4 +1,5 @@
-// _C.format: the numbers and the permutation of the format, for the tests and for whoever reads the storage in Python.
+// _C.format: the numbers, the permutation and the codecs of the format, which Python reads the storage with.
+// _C.SparseView.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -15,13 +16,64 @@ namespace cute_kernels::bindings {
 namespace {
 
 namespace py = pybind11;
+using cpu::TileFormat;
+using format::CodecId;
 using format::Role;
 using format::SparseView;
+
+constexpr DType kDTypes[] = {DType::kFloat16, DType::kBFloat16, DType::kFloat32};
 
 Role to_role(int role) {
   if (role != static_cast<int>(Role::kKey) && role != static_cast<int>(Role::kValue))
     throw std::invalid_argument("role is 0 (key) or 1 (value), not " + std::to_string(role));
   return static_cast<Role>(role);
+}
+
+DType to_dtype(int dtype) {
+  for (DType known : kDTypes)
+    if (static_cast<int>(known) == dtype) return known;
+  throw std::invalid_argument("dtype is one of DTYPES, not " + std::to_string(dtype));
+}
+
+// Unchecked: visit_codec throws for a number that no codec has.
+CodecId to_codec(int codec) { return static_cast<CodecId>(codec); }
+
+// Name -> number, as Python and files know them.
+py::dict dtype_numbers() {
+  py::dict numbers;
+  for (DType dtype : kDTypes) numbers[dtype_name(dtype)] = static_cast<int>(dtype);
+  return numbers;
+}
+
+py::dict codec_numbers() {
+  py::dict numbers;
+  for (CodecId id : {CodecId::kFp16, CodecId::kBf16, CodecId::kE4m3})
+    numbers[format::codec_name(id)] = static_cast<int>(id);
+  return numbers;
+}
+
+// Stored bits -> bits of x's dtype; empty where these are the same.
+std::vector<uint16_t> decode_table(CodecId id, DType dtype) {
+  format::check_codec(id, dtype);
+  if (id == format::own_codec(dtype)) return {};
+  return format::visit_codec(id, [&](auto codec) {
+    std::vector<uint16_t> table(1u << codec.kValueBits);
+    for (uint32_t stored = 0; stored < table.size(); ++stored) table[stored] = codec.decode(stored, dtype);
+    return table;
+  });
+}
+
+int values_per_row(CodecId id) {
+  return format::visit_codec(id, [](auto codec) { return codec.kValuesPerRow; });
+}
+
+int value_rows(int longest, CodecId id) {
+  if (longest < 0) throw std::invalid_argument("longest is at least 0, not " + std::to_string(longest));
+  return format::visit_codec(id, [&](auto codec) { return codec.value_rows(longest); });
+}
+
+int max_tile_rows(int padded, CodecId id) {
+  return format::visit_codec(id, [&](auto codec) { return TileFormat::max_tile_rows<decltype(codec)>(padded); });
 }
 
 std::vector<int> head_dims() {
@@ -37,34 +89,41 @@ int checked_padded(int head_dim) {
 }
 
 SparseView make_view(uintptr_t blocks, uintptr_t row_offsets, uintptr_t token_order, uintptr_t channel_order, int role,
-                     int dtype, int batch, int kv_heads, int64_t tokens, int head_dim, int max_tile_rows) {
-  const int padded = format::padded_head_dim(head_dim);
+                     int dtype, int codec, int batch, int kv_heads, int64_t tokens, int head_dim, int max_tile_rows) {
+  int const padded = format::padded_head_dim(head_dim);
   if (padded == 0)
     throw std::invalid_argument("head_dim is a multiple of 8 up to " + std::to_string(format::kMaxHeadDim) + ", not " +
                                 std::to_string(head_dim));
-  return {reinterpret_cast<const uint32_t*>(blocks),
-          reinterpret_cast<const int32_t*>(row_offsets),
-          reinterpret_cast<const uint8_t*>(token_order),
-          reinterpret_cast<const uint8_t*>(channel_order),
-          to_role(role),
-          static_cast<format::DType>(dtype),
-          batch,
-          kv_heads,
-          tokens,
-          head_dim,
-          padded,
-          max_tile_rows};
+  format::check_codec(to_codec(codec), to_dtype(dtype));
+  SparseView view{};
+  view.blocks = to_pointer<uint32_t const>(blocks);
+  view.row_offsets = to_pointer<int32_t const>(row_offsets);
+  view.token_order = to_pointer<uint8_t const>(token_order);
+  view.channel_order = to_pointer<uint8_t const>(channel_order);
+  view.role = to_role(role);
+  view.dtype = to_dtype(dtype);
+  view.codec = to_codec(codec);
+  view.batch = batch;
+  view.kv_heads = kv_heads;
+  view.tokens = tokens;
+  view.head_dim = head_dim;
+  view.padded_head_dim = padded;
+  view.max_tile_rows = max_tile_rows;
+  return view;
 }
 
 SparseView make_paged_view(uintptr_t blocks, uintptr_t tile_rows, uintptr_t token_order, uintptr_t channel_order,
-                           int role, int dtype, int sequences, int kv_heads, int head_dim, int max_tile_rows,
+                           int role, int dtype, int codec, int sequences, int kv_heads, int head_dim, int max_tile_rows,
                            uintptr_t page_table, int pages_per_sequence, int tiles_per_page, int slot_rows,
                            uintptr_t rows_before) {
-  int64_t tokens = int64_t{pages_per_sequence} * tiles_per_page * format::kTileTokens;
-  SparseView view = make_view(blocks, tile_rows, token_order, channel_order, role, dtype, sequences, kv_heads, tokens,
-                              head_dim, max_tile_rows);
-  view.pages = {reinterpret_cast<const int32_t*>(page_table), pages_per_sequence, tiles_per_page, slot_rows,
-                reinterpret_cast<const int32_t*>(rows_before)};
+  int64_t const tokens = int64_t{pages_per_sequence} * tiles_per_page * format::kTileTokens;
+  SparseView view = make_view(blocks, tile_rows, token_order, channel_order, role, dtype, codec, sequences, kv_heads,
+                              tokens, head_dim, max_tile_rows);
+  view.pages.table = to_pointer<int32_t const>(page_table);
+  view.pages.pages_per_sequence = pages_per_sequence;
+  view.pages.tiles_per_page = tiles_per_page;
+  view.pages.slot_rows = slot_rows;
+  view.pages.rows_before = to_pointer<int32_t const>(rows_before);
   return view;
 }
 
@@ -73,19 +132,48 @@ SparseView make_paged_view(uintptr_t blocks, uintptr_t tile_rows, uintptr_t toke
 void bind_format(py::module_& m) {
   using namespace py::literals;
   auto f = m.def_submodule("format", "What a compressed tile is, see cute_kernels/format");
+  f.attr("ROLES") = py::dict("key"_a = static_cast<int>(Role::kKey), "value"_a = static_cast<int>(Role::kValue));
+  f.attr("DTYPES") = dtype_numbers();
+  f.attr("CODECS") = codec_numbers();
+  py::dict tile_formats;
+  tile_formats[TileFormat::kName] = static_cast<int>(TileFormat::kId);
+  f.attr("TILE_FORMATS") = tile_formats;
   f.attr("TILE_TOKENS") = format::kTileTokens;
   f.attr("LANES") = format::kLanes;
   f.attr("ROW_BYTES") = format::kRowBytes;
-  f.attr("WORD_ELEMENTS") = format::kWordElements;
+  f.attr("WORD_ELEMENTS") = TileFormat::kWordElements;
   f.attr("CLASSES") = format::kClasses;
-  f.attr("VALUE_STREAMS") = format::Codec16::kStreams;
+  f.attr("VALUE_STREAMS") = TileFormat::kStreams;
   f.attr("HEAD_DIMS") = head_dims();
-  f.def("padded_head_dim", [](int head_dim) { return format::padded_head_dim(head_dim); }, "head_dim"_a,
-        "The head_dim that tiles hold `head_dim` channels in, 0 if there is none");
-  f.def("bitmap_rows", [](int head_dim) { return format::bitmap_rows(checked_padded(head_dim)); }, "padded_head_dim"_a);
-  f.def("max_tile_rows", [](int head_dim) { return format::max_tile_rows<format::Codec16>(checked_padded(head_dim)); },
-        "padded_head_dim"_a, "Rows of a tile without a zero");
-  f.def("bitmap_bit", [](int element) { return format::bitmap_bit(element); }, "element"_a);
+  f.def(
+      "padded_head_dim", [](int head_dim) { return format::padded_head_dim(head_dim); }, "head_dim"_a,
+      "The head_dim that tiles hold `head_dim` channels in, 0 if there is none");
+  f.def(
+      "bitmap_rows", [](int head_dim) { return TileFormat::bitmap_rows(checked_padded(head_dim)); },
+      "padded_head_dim"_a);
+  f.def(
+      "max_tile_rows", [](int head_dim, int codec) { return max_tile_rows(checked_padded(head_dim), to_codec(codec)); },
+      "padded_head_dim"_a, "codec"_a, "Rows of a tile without a zero");
+  f.def(
+      "own_codec", [](int dtype) { return static_cast<int>(format::own_codec(to_dtype(dtype))); }, "dtype"_a,
+      "The codec that stores x of this dtype bit for bit");
+  f.def(
+      "stores",
+      [](int codec, int dtype) {
+        return format::visit_codec(to_codec(codec), [&](auto c) { return c.stores(to_dtype(dtype)); });
+      },
+      "codec"_a, "dtype"_a, "Whether the codec stores x of this dtype");
+  f.def(
+      "values_per_row", [](int codec) { return values_per_row(to_codec(codec)); }, "codec"_a,
+      "Values of one stream in a value row");
+  f.def(
+      "value_rows", [](int longest, int codec) { return value_rows(longest, to_codec(codec)); }, "longest"_a, "codec"_a,
+      "Value rows of a tile whose longest stream has `longest` values");
+  f.def(
+      "decode_table", [](int codec, int dtype) { return decode_table(to_codec(codec), to_dtype(dtype)); }, "codec"_a,
+      "dtype"_a,
+      "[stored bits] -> bits of x's dtype; empty for the dtype's own codec, which stores the bits themselves");
+  f.def("bitmap_bit", [](int element) { return TileFormat::bitmap_bit(element); }, "element"_a);
   f.def(
       "element_table",
       [](int role, int head_dim) { return cpu::element_table(to_role(role), checked_padded(head_dim)); }, "role"_a,
@@ -93,16 +181,16 @@ void bind_format(py::module_& m) {
   f.def(
       "stream_of",
       [](int role, int token_group, int channel_class) {
-        format::Stream stream = format::stream_of(to_role(role), token_group, channel_class);
+        format::Stream stream = TileFormat::stream_of(to_role(role), token_group, channel_class);
         return std::make_pair(stream.lane, stream.index);
       },
       "role"_a, "token_group"_a, "channel_class"_a);
 
   py::class_<SparseView>(m, "SparseView", "Compressed storage as pointers and sizes; owns nothing")
       .def(py::init(&make_view), "blocks"_a, "row_offsets"_a, "token_order"_a, "channel_order"_a, "role"_a, "dtype"_a,
-           "batch"_a, "kv_heads"_a, "tokens"_a, "head_dim"_a, "max_tile_rows"_a)
+           "codec"_a, "batch"_a, "kv_heads"_a, "tokens"_a, "head_dim"_a, "max_tile_rows"_a)
       .def_static("paged", &make_paged_view, "blocks"_a, "tile_rows"_a, "token_order"_a, "channel_order"_a, "role"_a,
-                  "dtype"_a, "sequences"_a, "kv_heads"_a, "head_dim"_a, "max_tile_rows"_a, "page_table"_a,
+                  "dtype"_a, "codec"_a, "sequences"_a, "kv_heads"_a, "head_dim"_a, "max_tile_rows"_a, "page_table"_a,
                   "pages_per_sequence"_a, "tiles_per_page"_a, "slot_rows"_a, "rows_before"_a,
                   "The storage of a pool of pages, see format/storage.hpp");
 }

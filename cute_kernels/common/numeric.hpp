@@ -2,15 +2,15 @@
 #pragma once
 
 #include <cstdint>
+#include <cute/config.hpp>
 #include <cute/numeric/numeric_types.hpp>
 
-#include "cute_kernels/format/storage.hpp"
+#include "cute_kernels/common/dtype.hpp"
 
 namespace cute_kernels {
 
 using cute::bfloat16_t;
 using cute::half_t;
-using format::DType;
 
 // Calls f with a value of the C++ type that `dtype` names.
 template <class F>

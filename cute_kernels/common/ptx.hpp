@@ -61,8 +61,8 @@ CUTE_DEVICE int lane_index() {
   return lane;
 }
 
-// In a branch that a warp takes as a whole or not at all: has it jumped over rather than predicated. Loads from shared
-// memory take their turn there even if no lane makes them.
+// In a branch that a warp takes as a whole or not at all: makes it a jump rather than predicated code. A predicated
+// load from shared memory takes an issue slot there even if no lane makes it.
 CUTE_DEVICE void keep_branch() { __syncwarp(); }
 
 // Keeps the compiler from knowing how x came about, and so from holding on to parts of that.
@@ -102,13 +102,19 @@ CUTE_DEVICE float exp2_approximate(float x) {
 // Keeps the compiler from moving memory accesses across.
 CUTE_DEVICE void compiler_fence() { asm volatile("" ::: "memory"); }
 
-// `threads` of the CTA, a multiple of 32, meet at a barrier of their own, 0 to 15. CUTLASS has it for CC 9.0 only.
-CUTE_DEVICE void named_barrier(int barrier, int threads) {
+// `threads` of the CTA, a multiple of 32, wait for one another at barrier 0 to 15. CUTLASS has it for CC 9.0 only, and without the
+// order of memory accesses.
+CUTE_DEVICE void named_barrier_sync(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// The same, and tells whether any of them says so.
-CUTE_DEVICE bool named_barrier_any(int barrier, int threads, bool says_so) {
+// Arrives without waiting.
+CUTE_DEVICE void named_barrier_arrive(int barrier, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// As named_barrier_sync, and returns whether `holds` is true in any of the threads.
+CUTE_DEVICE bool named_barrier_any(int barrier, int threads, bool holds) {
   int any;
   asm volatile(
       "{\n"
@@ -118,7 +124,7 @@ CUTE_DEVICE bool named_barrier_any(int barrier, int threads, bool says_so) {
       "selp.s32 %0, 1, 0, p;\n"
       "}"
       : "=r"(any)
-      : "r"(barrier), "r"(threads), "r"(static_cast<int>(says_so))
+      : "r"(barrier), "r"(threads), "r"(static_cast<int>(holds))
       : "memory");
   return any;
 }

@@ -1,16 +1,17 @@
-// New tokens to their sequences' windows, and where a window then holds a tile too much, that tile to its slot: one CTA
-// a sequence and KV head. Most calls only copy a few tokens, so nothing is done before it is needed.
+// Copies new tokens to the windows of their sequences; where a window then holds a tile too much, compresses that tile
+// into its slot. One CTA a sequence and KV head. Most calls only copy a few tokens, so nothing is done before it is
+// needed.
 //
-// Half of the CTA's threads, a part of it, work on the keys and half on the values. What is known of a tile passes from
-// step to step in shared memory.
+// One part of the CTA's threads works on the keys, the other on the values. The steps of compression pass a tile's
+// data to each other in shared memory.
 #include <algorithm>
 
+#include "cute_kernels/common/device.hpp"
 #include "cute_kernels/compress/deal_head.hpp"
 #include "cute_kernels/compress/fit.hpp"
 #include "cute_kernels/compress/pages.hpp"
 #include "cute_kernels/compress/tile_kernel.hpp"
 #include "cute_kernels/compress/trim.hpp"
-#include "cute_kernels/dispatch/device.hpp"
 
 namespace cute_kernels::compress {
 namespace {
@@ -30,7 +31,7 @@ struct AppendArguments {
   int32_t* lengths;
   int32_t const* sequences;
   int staged_rows;
-  int part_bytes;  // of a part's shared memory
+  int part_bytes;  // shared memory of a part of the CTA
 };
 
 template <int HeadDim>
@@ -40,7 +41,7 @@ struct AppendShape {
   static constexpr int kThreads = kCaches * kPartThreads;
   using Selecting = SelectStorage<kWords>[kHalves];
 
-  // Of a part: its PackStorage, of which the dense tile and staged rows are not in use while it selects.
+  // Of a part: its PackStorage, whose dense tile and staged rows serve selection as scratch.
   static constexpr int part_bytes(int staged_rows) {
     int packing = static_cast<int>(sizeof(PackStorage<HeadDim>)) + staged_rows * kRowBytes;
     int selecting = static_cast<int>(offsetof(PackStorage<HeadDim>, dense) + sizeof(Selecting));
@@ -48,27 +49,27 @@ struct AppendShape {
   }
 };
 
-// What the parts of a CTA share.
+// Shared by both parts.
 struct AppendShared {
   uint8_t token_order[kTileTokens];
   int longest[kCaches];
 };
 
-// The state of a sequence before the call, and what the call makes of it.
-struct Step {
+// The state of a sequence before the call, and how the call changes it.
+struct AppendState {
   int held, total;  // tokens of the window
   int compressed;   // tokens
   bool stores;      // a tile
   int64_t slot;
 
-  __device__ Step(AppendArguments const& a, int sequence, int kv_head) {
+  __device__ AppendState(AppendArguments const& a, int sequence, int kv_head) {
     held = a.windows.lengths[sequence];
     compressed = a.lengths[sequence];
     total = held + static_cast<int>(a.x[0].tokens);
     stores = total >= a.windows.recent + kTileTokens;
     slot = stores ? find_slot(a.views[0], sequence, kv_head, compressed / kTileTokens) : 0;
   }
-  __device__ bool fits(Windows const& windows) const { return total <= windows.room && slot != kNoSlot; }
+  __device__ bool fits(Windows const& windows) const { return total <= windows.capacity && slot != kNoSlot; }
 };
 
 // Eight values from where they may not be aligned.
@@ -80,8 +81,8 @@ __device__ uint4 load_vector(uint16_t const* from, bool aligned) {
   return make_uint4(word[0], word[1], word[2], word[3]);
 }
 
-// The order in which a part selects, deals, and packs. All of it is the part's but for the token order, which is
-// warp 0's for both.
+// The part of the CTA that compresses one cache's tile: selects, deals, and packs. Warp 0 finds the token order of
+// both.
 template <Role kRole, int HeadDim>
 struct AppendPart {
   using Shape = AppendShape<HeadDim>;
@@ -92,7 +93,7 @@ struct AppendPart {
   PartOfCta<Shape::kPartThreads> part{kCache};
   int thread = threadIdx.x % Shape::kPartThreads;
 
-  // Leaves the masks of the tile's channels where the packer wants its rows of bits.
+  // Writes the masks of the tile's channels to `bits`, which balancing turns into the packer's rows of bits.
   __device__ void select_tile(uint16_t const* tile) {
     constexpr int kWords = Shape::kWords;
     int half = thread / 32, lane = thread % 32;
@@ -122,7 +123,7 @@ struct AppendPart {
     }
     auto* count = reinterpret_cast<int32_t*>(&s.dense);
     uint32_t const* masks = &s.bits[0][0];
-    part.sync();  // all have selected
+    part.sync();  // wait until all warps have selected
     for (int c = thread; c < HeadDim; c += Shape::kPartThreads)
       count[c] = __popc(masks[c]) + __popc(masks[HeadDim + c]);
     part.sync();
@@ -139,10 +140,19 @@ struct AppendPart {
     int longest_key = shared.longest[0], most = kIsKey ? a.limits.most_keys : a.limits.values(longest_key);
     Trim trim{shared.longest[kCache], most, nan_key(view.dtype), a.dropped + 2 * kCache};
     int value_rows = min(trim.longest, trim.most);
-    if (thread == 0) const_cast<int32_t*>(view.row_offsets)[slot] = bitmap_rows(HeadDim) + value_rows;
+    if (thread == 0) const_cast<int32_t*>(view.row_offsets)[slot] = TileFormat::bitmap_rows(HeadDim) + value_rows;
     // Not view.first_row: the other part is writing the rows of the keys.
-    int64_t first_row = slot * view.pages.slot_rows + (kIsKey ? 0 : bitmap_rows(HeadDim) + a.limits.keys(longest_key));
-    TileSource source{tile, view.head_dim, kTileTokens, view.head_dim, true, nullptr, nullptr, shared.token_order};
+    int64_t first_row =
+        slot * view.pages.slot_rows + (kIsKey ? 0 : TileFormat::bitmap_rows(HeadDim) + a.limits.keys(longest_key));
+    TileSource source;
+    source.rows = tile;
+    source.stride_token = view.head_dim;
+    source.tokens = kTileTokens;
+    source.head_dim = view.head_dim;
+    source.vectors = true;
+    source.masks = nullptr;
+    source.channel_order = nullptr;
+    source.token_order = shared.token_order;
     auto* block = const_cast<uint32_t*>(view.blocks) + first_row * kLanes;
     pack_tile<kRole, HeadDim>(s, source, block, value_rows, a.staged_rows, trim, part);
   }
@@ -151,11 +161,11 @@ struct AppendPart {
 // The window's oldest tokens become a tile.
 template <int HeadDim>
 __device__ void store_oldest(AppendArguments const& a, uint8_t* memory, AppendShared& shared, int64_t head,
-                             uint16_t const* keys, uint16_t const* values, Step const& step) {
+                             uint16_t const* keys, uint16_t const* values, AppendState const& state) {
   using Shape = AppendShape<HeadDim>;
   AppendPart<Role::kKey, HeadDim> key{a, *reinterpret_cast<PackStorage<HeadDim>*>(memory)};
   AppendPart<Role::kValue, HeadDim> value{a, *reinterpret_cast<PackStorage<HeadDim>*>(memory + a.part_bytes)};
-  bool is_key = threadIdx.x < Shape::kPartThreads, first = step.compressed == 0;
+  bool is_key = threadIdx.x < Shape::kPartThreads, first = state.compressed == 0;
   auto in_part = [&](auto&& f) {
     if (is_key)
       f(key, keys);
@@ -178,9 +188,9 @@ __device__ void store_oldest(AppendArguments const& a, uint8_t* memory, AppendSh
   }
   __syncthreads();
   if (threadIdx.x < kTileTokens)
-    const_cast<uint8_t*>(a.views[0].token_order)[step.slot * kTileTokens + threadIdx.x] =
+    const_cast<uint8_t*>(a.views[0].token_order)[state.slot * kTileTokens + threadIdx.x] =
         shared.token_order[threadIdx.x];
-  in_part([&](auto& part, uint16_t const* tile) { part.pack(tile, shared, step.slot); });
+  in_part([&](auto& part, uint16_t const* tile) { part.pack(tile, shared, state.slot); });
 }
 
 template <int HeadDim>
@@ -196,7 +206,7 @@ __global__ void __launch_bounds__(AppendShape<HeadDim>::kThreads) append_kernel(
     DenseView const& from = a.x[cache];
     return load_vector(from.row(blockIdx.x, j / vectors) + j % vectors * kVectorValues, a.vectors[cache]);
   };
-  // The first load does not wait to know where to.
+  // The first load is issued before its destination is known.
   int i = threadIdx.x;
   uint4 vector = i < count ? load(i) : uint4{};
   int sequence = a.sequences ? a.sequences[blockIdx.x / kv_heads] : blockIdx.x / kv_heads;
@@ -205,36 +215,36 @@ __global__ void __launch_bounds__(AppendShape<HeadDim>::kThreads) append_kernel(
     if (threadIdx.x == 0) *a.error = 1;
     return;
   }
-  Step step(a, sequence, kv_head);
-  bool fits = step.fits(a.windows);
-  int64_t head = int64_t{sequence} * kv_heads + kv_head, window = head * a.windows.room * x.head_dim;
+  AppendState state(a, sequence, kv_head);
+  bool fits = state.fits(a.windows);
+  int64_t head = int64_t{sequence} * kv_heads + kv_head, window = head * a.windows.capacity * x.head_dim;
   uint16_t *keys = a.windows.keys + window, *values = a.windows.values + window;
   while (fits && i < count) {
     int cache = i >= count / kCaches, j = cache ? i - count / kCaches : i;
-    *reinterpret_cast<uint4*>((cache ? values : keys) + step.held * x.head_dim + j * kVectorValues) = vector;
+    *reinterpret_cast<uint4*>((cache ? values : keys) + state.held * x.head_dim + j * kVectorValues) = vector;
     i += Shape::kThreads;
     if (i < count) vector = load(i);
   }
 
-  // The last head to know the state changes it, and leaves the counter as it was.
+  // The last head to arrive updates the sequence's state and resets the counter.
   __syncthreads();
   if (threadIdx.x == 0) {
     __threadfence();
     if (atomicAdd(a.windows.arrivals + sequence, 1) == kv_heads - 1) {
       a.windows.arrivals[sequence] = 0;
       if (fits) {
-        a.windows.lengths[sequence] = step.total - (step.stores ? kTileTokens : 0);
-        if (step.stores) a.lengths[sequence] = step.compressed + kTileTokens;
+        a.windows.lengths[sequence] = state.total - (state.stores ? kTileTokens : 0);
+        if (state.stores) a.lengths[sequence] = state.compressed + kTileTokens;
       } else {
         *a.error = 1;
       }
     }
   }
-  if (!fits || !step.stores) return;
-  store_oldest<HeadDim>(a, memory, shared, head, keys, values, step);
+  if (!fits || !state.stores) return;
+  store_oldest<HeadDim>(a, memory, shared, head, keys, values, state);
 
-  // The rest moves down, a tile's worth at a time: what is written has been read before.
-  int rest = (step.total - kTileTokens) * vectors, at_a_time = kTileTokens * vectors;
+  // The remaining tokens move to the front, 64 at a time: what is overwritten has been read before.
+  int rest = (state.total - kTileTokens) * vectors, at_a_time = kTileTokens * vectors;
   for (int first = 0; first < rest; first += at_a_time) {
     __syncthreads();
     for (int v = first + threadIdx.x; v < min(rest, first + at_a_time); v += Shape::kThreads) {
@@ -249,10 +259,11 @@ __global__ void __launch_bounds__(AppendShape<HeadDim>::kThreads) append_kernel(
 template <int HeadDim>
 void launch_append(AppendArguments& a, int keep, unsigned ctas, cudaStream_t stream) {
   using Shape = AppendShape<HeadDim>;
-  // As for bulk compression, or what there is room for.
-  int room = (dispatch::current_device().shared_bytes - static_cast<int>(sizeof(AppendShared)) - 1024) / kCaches;
+  // As for bulk compression, or as many rows as fit.
+  int most_bytes = (current_device().shared_bytes - static_cast<int>(sizeof(AppendShared)) - 1024) / kCaches;
   a.staged_rows = staged_rows(HeadDim, keep);
-  while (a.staged_rows > bitmap_rows(HeadDim) && Shape::part_bytes(a.staged_rows) > room) a.staged_rows -= 8;
+  while (a.staged_rows > TileFormat::bitmap_rows(HeadDim) && Shape::part_bytes(a.staged_rows) > most_bytes)
+    a.staged_rows -= 8;
   a.part_bytes = Shape::part_bytes(a.staged_rows);
   int bytes = kCaches * a.part_bytes;
   allow_shared_bytes(append_kernel<HeadDim>, bytes);
@@ -264,26 +275,25 @@ void launch_append(AppendArguments& a, int keep, unsigned ctas, cudaStream_t str
 
 void append(Pool const& pool, Windows const& windows, int32_t* lengths, DenseView const& k, DenseView const& v,
             int32_t const* sequences, cudaStream_t stream) {
-  AppendArguments a{{k, v},
-                    {k.has_vectors(), v.has_vectors()},
-                    {pool.keys, pool.values},
-                    {most_kept(pool.key_keep), most_kept(pool.value_keep)},
-                    SlotLimits(pool),
-                    pool.dropped,
-                    pool.error,
-                    windows,
-                    lengths,
-                    sequences,
-                    0,
-                    0};
+  check_codec(pool.keys);
+  check_codec(pool.values);
+  AppendArguments a{};
+  for (int i = 0; i < kCaches; ++i) {
+    a.x[i] = i ? v : k;
+    a.vectors[i] = a.x[i].has_vectors();
+    a.views[i] = i ? pool.values : pool.keys;
+    a.keep[i] = most_kept(i ? pool.value_keep : pool.key_keep);
+  }
+  a.limits = SlotLimits(pool);
+  a.dropped = pool.dropped;
+  a.error = pool.error;
+  a.windows = windows;
+  a.lengths = lengths;
+  a.sequences = sequences;
   unsigned ctas = static_cast<unsigned>(k.batch * k.kv_heads);
   int keep = pool.key_keep && pool.value_keep ? std::max(pool.key_keep, pool.value_keep) : 0;
-  if (pool.keys.padded_head_dim == 64)
-    launch_append<64>(a, keep, ctas, stream);
-  else if (pool.keys.padded_head_dim == 128)
-    launch_append<128>(a, keep, ctas, stream);
-  else
-    launch_append<256>(a, keep, ctas, stream);
+  format::visit_head_dim(pool.keys.padded_head_dim,
+                         [&](auto head_dim) { launch_append<head_dim()>(a, keep, ctas, stream); });
 }
 
 }  // namespace cute_kernels::compress

@@ -41,13 +41,13 @@ void balance(BalanceOperand const& first, BalanceOperand const& second, int head
     kernel<<<static_cast<unsigned>((tiles + kWarps - 1) / kWarps), 32 * kWarps, 0, stream>>>(
         first, second, tiles, static_cast<unsigned>(tiles_per_head), token_order);
   };
-  auto launch_caches = [&](auto one, auto pair) {
-    if (second.masks) launch(pair);
-    else launch(one);
-  };
-  if (padded_head_dim == 64) launch_caches(balance_kernel<2, 1>, balance_kernel<2, 2>);
-  else if (padded_head_dim == 128) launch_caches(balance_kernel<4, 1>, balance_kernel<4, 2>);
-  else launch_caches(balance_kernel<8, 1>, balance_kernel<8, 2>);
+  format::visit_head_dim(padded_head_dim, [&](auto head_dim) {
+    constexpr int kWords = head_dim() / 32;
+    if (second.masks)
+      launch(balance_kernel<kWords, 2>);
+    else
+      launch(balance_kernel<kWords, 1>);
+  });
   check_cuda(cudaGetLastError(), "launch of balance");
 }
 

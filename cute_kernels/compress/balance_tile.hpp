@@ -1,8 +1,8 @@
 // The token order of a tile, found by one warp: the algorithm of format/token_order.hpp. A quad of lanes holds a group,
-// two tokens a lane; the eight lanes of two groups that meet share their 64 possible swaps out.
+// two tokens a lane; the eight lanes of two paired groups split their 64 possible swaps.
 //
-// The masks come from `select` as words of 32 tokens, channel by channel. They leave as rows of channels, both in
-// position order, as `pack` wants them.
+// The masks come from `select` as words of 32 tokens, channel by channel. They become rows of channels, both in
+// position order, for `pack`.
 #pragma once
 
 #include "cute_kernels/compress/bits.hpp"
@@ -16,8 +16,8 @@ using namespace format;
 inline constexpr uint32_t kAllLanes = ~0u;
 inline constexpr int kLaneTokens = 2;
 inline constexpr int kLaneGroup = 4;  // lanes of a group
-inline constexpr int kIndexBits =
-    6;  // of a token in a tile, and of a swap: a member of the one group, one of the other
+// Of a token in a tile, and of a swap: a member of the one group, one of the other.
+inline constexpr int kIndexBits = 6;
 static_assert(kTokenGroups * kLaneGroup == 32 && kLaneGroup * kLaneTokens == kGroupTokens, "a lane holds two tokens");
 static_assert(kTokenGroups == kClasses, "a row of channels and the groups of tokens are split alike");
 
@@ -31,7 +31,7 @@ inline constexpr int kCountWords = kClasses / 4;
 inline constexpr int kLoadWords = kClasses / 2;
 inline constexpr int kRatioBase = 12;  // a multiple of every scale
 
-// A token on its way between groups.
+// A token, as lanes exchange it between groups.
 template <int Caches>
 struct Token {
   uint32_t count[Caches * kCountWords];  // scaled
@@ -133,16 +133,17 @@ __device__ void add_counts(uint32_t (&load)[Caches * kLoadWords], uint32_t const
   }
 }
 
-// One meeting of this lane's group with another; `load` is the group's.
+// The best swap of this lane's group with the one it is paired with, if any helps; `load` is the group's.
 template <int Caches>
-__device__ void meet(Token<Caches> (&mine)[kLaneTokens], uint32_t (&load)[Caches * kLoadWords], int pattern, int lane) {
+__device__ void exchange_tokens(Token<Caches> (&mine)[kLaneTokens], uint32_t (&load)[Caches * kLoadWords], int pattern,
+                                int lane) {
   constexpr int kCounts = Caches * kCountWords;
   int other_lane = lane ^ (pattern * kLaneGroup);
   bool is_first = lane < other_lane;
 
   // A swap of x and y changes half the sum of squares by u(x) + u(y) - 2 x.y, where u(t) is |t|^2 plus t times what
   // the other group's load is above its own.
-  int key[kLaneTokens];  // u << 6, and which member of its group the token is, in the place of its group
+  int key[kLaneTokens];  // u << 6, and which member of its group the token is, in the bits of its group
 #pragma unroll
   for (int j = 0; j < kLaneTokens; ++j) {
     int member = kLaneTokens * (lane % kLaneGroup) + j;
@@ -219,7 +220,7 @@ struct BalanceStorage {
   uint32_t rows[Caches][kTileTokens][Words];
 };
 
-// One tile of a cache: its masks as `select` leaves them, which become rows in position order.
+// One tile of a cache. Its masks are those of `select`; balancing rewrites them as rows in position order.
 struct TileMasks {
   uint32_t* masks;
   uint8_t const* channel_order;
@@ -275,7 +276,8 @@ __device__ void balance_tile(BalanceStorage<Words, Caches>& s, TileMasks const (
     for (int step = 1; step < kLaneGroup; step *= 2) load[i] += __shfl_xor_sync(kAllLanes, load[i], step);
 
 #pragma unroll 1
-  for (int round = 0; round < token_rounds(Caches); ++round) meet<Caches>(mine, load, round_pattern(round), lane);
+  for (int round = 0; round < token_rounds(Caches); ++round)
+    exchange_tokens<Caches>(mine, load, round_pattern(round), lane);
 
 #pragma unroll
   for (int o = 0; o < Caches; ++o) longest[o] = longest_stream(load + o * kLoadWords, ratios[o]);

@@ -51,7 +51,7 @@ __device__ inline uint32_t transpose_lanes(uint32_t x, int lane) {
     int step = 1 << k;
     uint32_t other = __shfl_xor_sync(~0u, x, step);
     bool upper = lane & step;
-    // A lower lane keeps its low parts and takes the other's low parts as its high ones; an upper lane mirrors that.
+    // A lower lane keeps its low bits, and the other's low bits become its high ones; an upper lane does the reverse.
     uint32_t moved = __funnelshift_l(other, other, upper ? 32 - step : step);
     x = ptx::blend(x, moved, upper ? ~kMasks[k] : kMasks[k]);
   }

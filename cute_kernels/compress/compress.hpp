@@ -4,9 +4,15 @@
 
 #include <cuda_runtime_api.h>
 
+#include "cute_kernels/format/head_dim.hpp"
 #include "cute_kernels/format/storage.hpp"
 
 namespace cute_kernels::compress {
+
+using TileFormat = format::BitmapTile;  // that these kernels write and read
+
+// std::runtime_error for storage in a codec that these kernels do not have.
+inline void check_codec(format::SparseView const& view) { format::check_bit_exact(view, "compression on a GPU"); }
 
 // A dense K or V: (batch, kv_heads, tokens, head_dim), channel stride 1, other strides in elements.
 struct DenseView {
@@ -15,7 +21,7 @@ struct DenseView {
   int batch, kv_heads;
   int64_t tokens;
   int head_dim;
-  format::DType dtype;
+  DType dtype;
 
   // The first element of a token, which is 16 bits wide.
   CUTE_HOST_DEVICE uint16_t const* row(unsigned head, int64_t token) const {

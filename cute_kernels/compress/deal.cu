@@ -1,5 +1,6 @@
 // Deals the channels of every head to the classes by density, and counts up where the tiles' blocks begin.
 #include "cute_kernels/common/error.hpp"
+#include "cute_kernels/compress/compress.hpp"
 #include "cute_kernels/compress/deal_head.hpp"
 #include "cute_kernels/compress/destination.hpp"
 
@@ -27,7 +28,7 @@ __device__ int64_t warp_sum(int64_t x) {
   return x;
 }
 
-// Of all threads of the CTA; `scratch` has a place for every warp.
+// Of all threads of the CTA; `scratch` has an entry for every warp.
 __device__ int64_t cta_sum(int64_t x, int64_t* scratch) {
   __syncthreads();
   x = warp_sum(x);
@@ -36,8 +37,8 @@ __device__ int64_t cta_sum(int64_t x, int64_t* scratch) {
   return warp_sum(scratch[threadIdx.x % 32]);
 }
 
-// A CTA places 1024 tiles and adds up all tiles before them itself: reading those few bytes again costs less than
-// waiting for other CTAs. The last one has then seen all tiles and writes the totals.
+// A CTA computes the offsets of 1024 tiles and adds up all tiles before them itself: reading those few bytes again
+// costs less than waiting for other CTAs. The last one has then seen all tiles and writes the totals.
 __global__ void __launch_bounds__(kThreads)
     offsets_kernel(int32_t const* longest, int64_t tiles, int bitmap_rows, int32_t const* counts, int64_t channels,
                    int32_t* row_offsets, int64_t* totals) {
@@ -94,7 +95,7 @@ void deal(int32_t const* counts, int heads, format::SparseView const& view, Dest
 void offsets(int32_t const* longest, int64_t tiles, int32_t const* counts, int heads, int padded_head_dim,
              int32_t* row_offsets, int64_t* totals, cudaStream_t stream) {
   unsigned grid = static_cast<unsigned>((tiles + kThreads - 1) / kThreads);
-  offsets_kernel<<<grid, kThreads, 0, stream>>>(longest, tiles, format::bitmap_rows(padded_head_dim), counts,
+  offsets_kernel<<<grid, kThreads, 0, stream>>>(longest, tiles, TileFormat::bitmap_rows(padded_head_dim), counts,
                                                 int64_t{heads} * padded_head_dim, row_offsets, totals);
   check_cuda(cudaGetLastError(), "launch of offsets");
 }

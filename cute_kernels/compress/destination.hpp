@@ -1,4 +1,4 @@
-// Where tiles of dense rows go in the storage.
+// Where in the storage tiles of dense rows are written.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -7,14 +7,14 @@
 
 namespace cute_kernels::compress {
 
-inline constexpr int64_t kLeftOut = -2;  // in place of a slot: the row goes nowhere
+inline constexpr int64_t kLeftOut = -2;  // in place of a slot: the row is left out
 
 // A pool's; by default that of a contiguous storage, whose heads are those of the dense rows.
 struct Destination {
   format::Pages pages = {};
   int sequences = 0, kv_heads = 0;
   PoolRows rows = {};
-  int64_t skipped_tiles = 0;  // tiles of every row that went before these
+  int64_t skipped_tiles = 0;  // tiles of every row that were stored before these
 
   Destination() = default;
   Destination(Pool const& pool, PoolRows const& rows)
@@ -24,7 +24,7 @@ struct Destination {
     return !pages.table || compress::deals(order, rows.first_tiles[head / kv_heads]);
   }
 
-  // Of all heads of the storage; negative for rows that go nowhere.
+  // Of all heads of the storage; negative for rows that are left out.
   __device__ int64_t head(unsigned head) const {
     if (!pages.table) return head;
     int sequence = rows.sequences[head / kv_heads];

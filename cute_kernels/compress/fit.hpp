@@ -14,7 +14,7 @@ struct FitStorage {
   uint8_t order[kTileTokens];
 };
 
-// Of a K/V pair. Few tiles come here: it takes its time, and as few registers as it can.
+// Of a K/V pair. Few tiles need it: it trades time for registers.
 struct Fit {
   FitStorage& s;
   SlotLimits const& limits;

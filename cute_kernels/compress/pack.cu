@@ -12,16 +12,17 @@ __global__ void __launch_bounds__(32 * warps_of(HeadDim))
   extern __shared__ __align__(128) uint8_t shared[];
   auto& s = *reinterpret_cast<PackStorage<HeadDim>*>(shared);
   if (*totals > capacity) return;
-  TilePlace place(view);
-  TileSource source{x.row(place.head, place.first_token),
-                    x.stride_token,
-                    place.tokens,
-                    x.head_dim,
-                    vectors,
-                    masks + place.tile * kTileTokens * (HeadDim / 32),
-                    view.channel_order + place.head * HeadDim,
-                    view.token_order + place.tile * kTileTokens};
-  pack_tile<kRole, HeadDim>(s, source, place.block, place.rows - bitmap_rows(HeadDim), staged_rows, NoTrim{},
+  TileLocation tile(view);
+  TileSource source;
+  source.rows = x.row(tile.head, tile.first_token);
+  source.stride_token = x.stride_token;
+  source.tokens = tile.tokens;
+  source.head_dim = x.head_dim;
+  source.vectors = vectors;
+  source.masks = masks + tile.index * kTileTokens * (HeadDim / 32);
+  source.channel_order = view.channel_order + tile.head * HeadDim;
+  source.token_order = view.token_order + tile.index * kTileTokens;
+  pack_tile<kRole, HeadDim>(s, source, tile.block, tile.rows - TileFormat::bitmap_rows(HeadDim), staged_rows, NoTrim{},
                             WholeCta{});
 }
 
@@ -29,6 +30,7 @@ __global__ void __launch_bounds__(32 * warps_of(HeadDim))
 
 void pack(DenseView const& x, uint32_t const* masks, int keep, int64_t const* totals, int64_t capacity,
           SparseView const& view, cudaStream_t stream) {
+  check_codec(view);
   visit_shape(view, [&](auto role, auto head_dim) {
     int staged = staged_rows(head_dim(), keep);
     launch_tiles(pack_kernel<role(), head_dim()>, view.tiles(), 32 * warps_of(head_dim()),

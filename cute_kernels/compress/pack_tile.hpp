@@ -1,24 +1,23 @@
 // Packs a tile. The dense tile arrives in shared memory with its rows in position order. A warp then takes a run of
-// every lane's elements: it builds their bitmap words from the rows of bits that `balance` left, and copies the values
-// that are present, in order, to where their stream has come. Which element is which is known at compile time, from
+// every lane's elements: it builds their bitmap words from the rows of bits that `balance` wrote, and copies the values
+// that are present, in order, to the next rows of their streams. Which element is which is known at compile time, from
 // element_layout; what differs from lane to lane is only where a row and a channel begin.
 #pragma once
-
-#include <cutlass/arch/barrier.h>
 
 #include <cute/arch/copy_sm80.hpp>
 #include <cute/pointer.hpp>
 
 #include "cute_kernels/common/ptx.hpp"
 #include "cute_kernels/compress/select_tile.hpp"
+#include "cute_kernels/pipeline/named_barriers.hpp"
 
 namespace cute_kernels::compress {
 
 using namespace format;
 
-inline constexpr int kStreams = Codec16::kStreams;
+inline constexpr int kStreams = TileFormat::kStreams;
 inline constexpr int kSwizzledRows = 8;
-inline constexpr int kBatch = 4;  // values on their way from one place in shared memory to another
+inline constexpr int kBatch = 4;  // values that are loaded from the dense tile before they are stored
 
 constexpr int warps_of(int head_dim) { return head_dim == kMaxHeadDim ? 4 : 2; }
 
@@ -33,8 +32,8 @@ struct PackStorage {
   alignas(kRowBytes) uint16_t values[][kLanes][kStreams];   // staged value rows
 };
 
-// Where a channel is in a row of the dense tile. Rows start in the same bank, and lanes of different rows often want
-// the same channel: within 8 rows its vector moves to 8 places.
+// Where a channel is in a row of the dense tile. Rows start in the same bank, and lanes of different rows often read
+// the same channel: within 8 rows its vector is in 8 different banks.
 __device__ constexpr int swizzled(int row, int channel) { return channel ^ (row % kSwizzledRows) * kVectorValues; }
 
 // What a tile is packed from. Pointers may be to shared memory.
@@ -43,7 +42,7 @@ struct TileSource {
   int64_t stride_token;
   int tokens, head_dim;   // that exist
   bool vectors;           // see DenseView
-  uint32_t const* masks;  // as `balance` leaves them; null: they and the channel order are in the storage already
+  uint32_t const* masks;  // as `balance` writes them; null: they and the channel order are in the storage already
   uint8_t const* channel_order;
   uint8_t const* token_order;
 };
@@ -86,22 +85,24 @@ __device__ void load_tile(PackStorage<HeadDim>& s, TileSource const& x) {
   cute::cp_async_fence();
 }
 
-// What a warp does, a lane's part of it: elements [first, first + kElements) of the tile's order.
+// A lane's part of a warp's work: elements [first, first + kElements) of the tile's order.
 template <Role kRole, int HeadDim>
 struct LanePart {
-  static constexpr int kElements = lane_elements(HeadDim) / warps_of(HeadDim);
-  static constexpr int kWords = kElements / kWordElements;
+  static constexpr int kElements = TileFormat::lane_elements(HeadDim) / warps_of(HeadDim);
+  static constexpr int kWords = kElements / TileFormat::kWordElements;
   static_assert((kElements & (kElements - 1)) == 0, "first and offset must share no bits");
 
   int token, channel;  // positions of its first element
   uint32_t words[kWords];
 
   __device__ static int position(int lane, int element) {
-    return decltype(element_layout<kRole, HeadDim>()){}(lane, element);
+    return decltype(TileFormat::element_layout<kRole, HeadDim>()){}(lane, element);
   }
 
   // Positions relative to the first element's; all positions are powers of two added up.
-  static constexpr int offset(int element) { return decltype(element_layout<kRole, HeadDim>()){}(0, element); }
+  static constexpr int offset(int element) {
+    return decltype(TileFormat::element_layout<kRole, HeadDim>()){}(0, element);
+  }
   static constexpr int token_offset(int element) { return offset(element) / HeadDim; }
   static constexpr int channel_offset(int element) { return offset(element) % HeadDim; }
 
@@ -122,9 +123,9 @@ struct LanePart {
     for (int w = 0; w < kWords; ++w) words[w] = 0;
 #pragma unroll
     for (int e = 0; e < kElements; ++e) {
-      int from = channel_offset(e) % 32, to = bitmap_bit(e);
+      int from = channel_offset(e) % 32, to = TileFormat::bitmap_bit(e);
       uint32_t bits = row[token_offset(e)][channel_offset(e) / 32];
-      words[bitmap_word(e)] |= (from > to ? bits >> (from - to) : bits << (to - from)) & 1u << to;
+      words[TileFormat::bitmap_word(e)] |= (from > to ? bits >> (from - to) : bits << (to - from)) & 1u << to;
     }
   }
 
@@ -134,16 +135,16 @@ struct LanePart {
 #pragma unroll
     for (int w = 0; w < kWords; ++w)
 #pragma unroll
-      for (int j = 0; j < kStreams; ++j) length += __popc(words[w] & stream_bits(j)) << 16 * j;
+      for (int j = 0; j < kStreams; ++j) length += __popc(words[w] & TileFormat::stream_bits(j)) << 16 * j;
     return length;
   }
 
   // Copies its values to the staged rows, those of each stream from its rank on.
   __device__ void stage_values(PackStorage<HeadDim>& s, int lane, uint32_t ranks) {
-    uint32_t place[kStreams], row = cute::cast_smem_ptr_to_uint(s.dense[token]);
+    uint32_t target[kStreams], row = cute::cast_smem_ptr_to_uint(s.dense[token]);
     uint32_t source[HeadDim][kSwizzledRows];  // of a channel, for rows of one residue
 #pragma unroll
-    for (int j = 0; j < kStreams; ++j) place[j] = cute::cast_smem_ptr_to_uint(&s.values[rank(ranks, j)][lane][j]);
+    for (int j = 0; j < kStreams; ++j) target[j] = cute::cast_smem_ptr_to_uint(&s.values[rank(ranks, j)][lane][j]);
 #pragma unroll
     for (int e = 0; e < kElements; ++e)
       source[channel_offset(e)][token_offset(e) % kSwizzledRows] =
@@ -157,23 +158,23 @@ struct LanePart {
       for (int e = e0; e < e0 + kBatch; ++e)
         ptx::load_shared_u16_if(
             value[e - e0], source[channel_offset(e)][token_offset(e) % kSwizzledRows] + token_offset(e) * HeadDim * 2,
-            words[bitmap_word(e)], 1u << bitmap_bit(e));
+            words[TileFormat::bitmap_word(e)], 1u << TileFormat::bitmap_bit(e));
 #pragma unroll
       for (int e = e0; e < e0 + kBatch; ++e)
-        ptx::append_shared_u16_if(place[Codec16::stream(e)], value[e - e0], kRowBytes, words[bitmap_word(e)],
-                                  1u << bitmap_bit(e));
+        ptx::append_shared_u16_if(target[TileFormat::stream(e)], value[e - e0], kRowBytes,
+                                  words[TileFormat::bitmap_word(e)], 1u << TileFormat::bitmap_bit(e));
     }
   }
 
   // The same for blocks that are longer than what can be staged: only the values of rows [first_row, first_row + rows).
-  __device__ void stage_window(PackStorage<HeadDim>& s, uint32_t const* block, int lane, int warp, uint32_t ranks,
-                               int first_row, int rows) {
+  __device__ void stage_rows(PackStorage<HeadDim>& s, uint32_t const* block, int lane, int warp, uint32_t ranks,
+                             int first_row, int rows) {
     int row[kStreams];
     for (int j = 0; j < kStreams; ++j) row[j] = rank(ranks, j) - first_row;
 #pragma unroll 1
     for (int e = warp * kElements; e < (warp + 1) * kElements; ++e) {
-      if (!(block[bitmap_word(e) * kLanes + lane] >> bitmap_bit(e) & 1)) continue;
-      int at = position(lane, e), j = Codec16::stream(e);
+      if (!(block[TileFormat::bitmap_word(e) * kLanes + lane] >> TileFormat::bitmap_bit(e) & 1)) continue;
+      int at = position(lane, e), j = TileFormat::stream(e);
       int row_of = at / HeadDim, channel_of = s.channel[at % HeadDim];
       uint16_t value = s.dense[row_of][swizzled(row_of, channel_of)];
 #pragma unroll
@@ -195,7 +196,7 @@ struct WholeCta {
 template <int Threads>
 struct PartOfCta {
   int index;
-  __device__ void sync() const { cutlass::arch::NamedBarrier::sync(Threads, index); }
+  __device__ void sync() const { pipeline::sync_worker(index, Threads); }
 };
 
 // Nothing is to be cut off a block.
@@ -232,7 +233,7 @@ __device__ void pack_tile(PackStorage<HeadDim>& s, TileSource const& x, uint32_t
 #pragma unroll
   for (int w = 0; w < warps_of(HeadDim) - 1; ++w)
     if (w < warp) ranks += s.lengths[w][lane];
-  auto* to = reinterpret_cast<uint4*>(block + bitmap_rows(HeadDim) * kLanes);
+  auto* to = reinterpret_cast<uint4*>(block + TileFormat::bitmap_rows(HeadDim) * kLanes);
   if (value_rows <= staged_rows) {
     part.stage_values(s, lane, ranks);
     group.sync();
@@ -242,7 +243,7 @@ __device__ void pack_tile(PackStorage<HeadDim>& s, TileSource const& x, uint32_t
 #pragma unroll 1
   for (int first_row = 0; first_row < value_rows; first_row += staged_rows) {
     int rows = min(value_rows - first_row, staged_rows);
-    part.stage_window(s, block, lane, warp, ranks, first_row, rows);
+    part.stage_rows(s, block, lane, warp, ranks, first_row, rows);
     group.sync();
 #pragma unroll 1
     for (int i = thread; i < rows * kRowVectors; i += kThreads) {
@@ -253,7 +254,7 @@ __device__ void pack_tile(PackStorage<HeadDim>& s, TileSource const& x, uint32_t
   }
 }
 
-// Rows of values that a CTA stages: streams are about `keep` long; room for most tiles' values, or for those of any.
+// Rows of values that a CTA stages. Streams are about `keep` long: enough for most tiles, or for any tile.
 constexpr int staged_rows(int padded_head_dim, int keep) {
   return keep > 0 && 2 * keep <= padded_head_dim ? padded_head_dim / 8 * 5 : padded_head_dim;
 }

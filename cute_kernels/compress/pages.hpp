@@ -14,18 +14,18 @@ void store(Pool const& pool, DenseView const& k, DenseView const& v, PoolRows co
            void* scratch, cudaStream_t stream);
 int64_t store_scratch_bytes(Pool const& pool, int batch, int64_t part);
 
-// The newest tokens of every sequence: contiguous (sequences, kv_heads, room, head_dim).
+// The newest tokens of every sequence: contiguous (sequences, kv_heads, capacity, head_dim).
 struct Windows {
   uint16_t* keys;
   uint16_t* values;
-  int32_t* lengths;   // (sequences)
-  int32_t* arrivals;  // (sequences): zeros; scratch of `append`
-  int room, recent;   // tokens: at most, at least
+  int32_t* lengths;      // (sequences)
+  int32_t* arrivals;     // (sequences): zeros; scratch of `append`
+  int capacity, recent;  // tokens: at most, at least
 };
 
 // k, v: new tokens, at most 64 a row; row i is sequence sequences[i], or i if that is null; a row of a negative one is
 // left out. lengths (sequences): compressed tokens. One kernel, which leaves a sequence as it was and sets the pool's
-// error where the window has no room or the tile that is due no page.
+// error where the new tokens do not fit into the window or the tile that is due has no page.
 void append(Pool const& pool, Windows const& windows, int32_t* lengths, DenseView const& k, DenseView const& v,
             int32_t const* sequences, cudaStream_t stream);
 

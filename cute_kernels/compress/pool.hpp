@@ -12,12 +12,12 @@ struct Pool {
   format::SparseView keys, values;
   int key_keep, value_keep;  // nonzeros that a token keeps at most; 0: all
   int64_t* dropped;          // (2, 2), keys and values: tiles that were trimmed, nonzeros that they lost
-  int32_t* error;            // set to 1 where a tile has no page or a window no room
+  int32_t* error;            // set to 1 where a tile has no page or a window no capacity left
 };
 
 inline constexpr int64_t kNoSlot = -1;
 
-// Where a sequence's tile lies in a pool; kNoSlot where there is no page.
+// The slot of a sequence's tile in a pool; kNoSlot where there is no page.
 CUTE_HOST_DEVICE constexpr int64_t find_slot(format::Pages const& pages, int sequences, int kv_heads, int sequence,
                                              int kv_head, int64_t tile) {
   if (sequence < 0 || sequence >= sequences || tile < 0) return kNoSlot;
@@ -29,12 +29,14 @@ CUTE_HOST_DEVICE constexpr int64_t find_slot(format::SparseView const& view, int
   return find_slot(view.pages, view.batch, view.kv_heads, sequence, kv_head, tile);
 }
 
-// Value rows that the streams of a slot's tiles may have. The values' have what the keys leave of the slot.
+// Value rows that the tiles of a slot may have. Values have what the keys leave of the slot. A pool stores 16-bit
+// values, one a row: a stream's length is its number of rows.
 struct SlotLimits {
   int both, most_keys, most_values;
 
+  SlotLimits() = default;
   explicit SlotLimits(Pool const& pool) {
-    int bitmap = format::bitmap_rows(pool.keys.padded_head_dim);
+    int bitmap = format::BitmapTile::bitmap_rows(pool.keys.padded_head_dim);
     both = pool.keys.pages.slot_rows - 2 * bitmap;
     most_keys = pool.keys.max_tile_rows - bitmap;
     most_values = pool.values.max_tile_rows - bitmap;

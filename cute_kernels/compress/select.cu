@@ -46,7 +46,7 @@ __device__ void write_pruned(SelectStorage<Words>& s, uint32_t const (&kept)[Wor
   }
 }
 
-// CTAs of an SM, which bounds their registers; shared memory has room for about as many.
+// CTAs of an SM, which bounds their registers; shared memory fits about as many.
 template <int Words>
 constexpr int kResident = Words == 2   ? 28
                           : Words == 4 ? 20
@@ -122,20 +122,16 @@ void select(DenseView const& x, int keep, uint32_t* masks, int32_t* counts, void
   if (tiles > INT32_MAX / kHalves) throw std::invalid_argument("x: more than 2^30 tiles of 64 tokens");
   auto launch = [&](auto kernel) {
     unsigned count = static_cast<unsigned>(tiles), grid = std::min(count, resident_ctas(kernel, 32));
-    kernel<<<grid, 32, 0, stream>>>(x, most_kept(keep), x.has_vectors(), count, masks, counts, static_cast<uint16_t*>(pruned));
+    kernel<<<grid, 32, 0, stream>>>(x, most_kept(keep), x.has_vectors(), count, masks, counts,
+                                    static_cast<uint16_t*>(pruned));
   };
-  auto launch_words = [&](auto of_fp16, auto of_bf16) {
+  format::visit_head_dim(padded, [&](auto head_dim) {
+    constexpr int kWords = head_dim() / 32;
     if (x.dtype == DType::kBFloat16)
-      launch(of_bf16);
+      launch(select_kernel<kWords, true>);
     else
-      launch(of_fp16);
-  };
-  if (padded == 64)
-    launch_words(select_kernel<2, false>, select_kernel<2, true>);
-  else if (padded == 128)
-    launch_words(select_kernel<4, false>, select_kernel<4, true>);
-  else
-    launch_words(select_kernel<8, false>, select_kernel<8, true>);
+      launch(select_kernel<kWords, false>);
+  });
   check_cuda(cudaGetLastError(), "launch of select");
 }
 

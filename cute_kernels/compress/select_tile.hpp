@@ -1,6 +1,6 @@
-// Which elements are kept: per token the `keep` largest magnitudes, ties to the lower channel. No sort: a lane takes a
-// token, turns its magnitudes into bit planes and finds the keep-th largest bit by bit, from the highest plane down.
-// Each step then looks at 32 channels a word, and nothing of it crosses lanes.
+// Selects which elements are kept: per token the `keep` largest magnitudes, ties to the lower channel. No sort: a lane
+// takes a token, turns its magnitudes into bit planes and finds the keep-th largest bit by bit, from the highest plane
+// down. Each step then looks at 32 channels a word, and nothing of it crosses lanes.
 #pragma once
 
 #include <cute/arch/copy_sm80.hpp>
@@ -16,13 +16,13 @@ inline constexpr int kHalves = format::kTileTokens / kHalfTokens;
 inline constexpr int kVectorValues = 8;  // of 16 bits in 16 bytes
 inline constexpr int kMagnitudeBits = 15;
 
-// What `keep_largest` takes for a `keep` of 0, which stands for all that is not zero: more than any token has.
+// `keep_largest` takes a number that no token reaches where `keep` is 0, which stands for every nonzero.
 constexpr int most_kept(int keep) { return keep > 0 ? keep : format::kMaxHeadDim + 1; }
 
 template <int Words>
 struct SelectStorage {
   static constexpr int kVectors = 32 * Words / kVectorValues;
-  uint4 dense[kHalfTokens][kVectors + 1];  // an odd stride: lanes that walk along their rows meet no bank conflicts
+  uint4 dense[kHalfTokens][kVectors + 1];  // an odd stride: lanes that walk along their rows have no bank conflicts
   uint32_t kept[kHalfTokens][Words];
 };
 

@@ -12,7 +12,7 @@ namespace {
 
 constexpr int kWarps = 4;  // of a CTA that balances
 
-// The token orders of tiles, and how long their streams are before they are trimmed. A warp a tile.
+// The token orders of tiles, and the longest streams before they are trimmed. A warp a tile.
 template <int Words>
 __global__ void __launch_bounds__(32 * kWarps)
     balance_slots_kernel(BalanceOperand keys, BalanceOperand values, SlotLimits limits, unsigned tiles,
@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(32 * kWarps)
   if (lane == 0) keys.longest[tile] = longest[0], values.longest[tile] = longest[1];
 }
 
-// What balancing leaves of one cache's tiles, and the longest streams of keys on which the room for values depends.
+// The results of balancing for one cache's tiles, and the longest streams of keys, which limit the rows of the values.
 struct BalancedTiles {
   uint32_t const* masks;
   int32_t const *longest, *longest_keys;
@@ -57,20 +57,21 @@ __global__ void __launch_bounds__(32 * warps_of(HeadDim))
   int most = kRole == Role::kKey ? tiles.limits.most_keys : tiles.limits.values(tiles.longest_keys[tile]);
   Trim trim{tiles.longest[tile], most, nan_key(x.dtype), dropped};
   int value_rows = min(trim.longest, trim.most);
-  if (threadIdx.x == 0) const_cast<int32_t*>(view.row_offsets)[slot] = bitmap_rows(HeadDim) + value_rows;
-  TileSource source{x.row(head, int64_t{of_head} * kTileTokens),
-                    x.stride_token,
-                    kTileTokens,
-                    x.head_dim,
-                    vectors,
-                    tiles.masks + int64_t{tile} * kTileTokens * (HeadDim / 32),
-                    view.channel_order + to.head(head) * HeadDim,
-                    view.token_order + slot * kTileTokens};
+  if (threadIdx.x == 0) const_cast<int32_t*>(view.row_offsets)[slot] = TileFormat::bitmap_rows(HeadDim) + value_rows;
+  TileSource source;
+  source.rows = x.row(head, int64_t{of_head} * kTileTokens);
+  source.stride_token = x.stride_token;
+  source.tokens = kTileTokens;
+  source.head_dim = x.head_dim;
+  source.vectors = vectors;
+  source.masks = tiles.masks + int64_t{tile} * kTileTokens * (HeadDim / 32);
+  source.channel_order = view.channel_order + to.head(head) * HeadDim;
+  source.token_order = view.token_order + slot * kTileTokens;
   auto* block = const_cast<uint32_t*>(view.blocks) + view.first_row(slot) * kLanes;
   pack_tile<kRole, HeadDim>(s, source, block, value_rows, staged_rows, trim, WholeCta{});
 }
 
-// What lies in the scratch, keys' before values'.
+// The arrays in the scratch, those of the keys before those of the values.
 struct Scratch {
   uint32_t* masks[2];
   int32_t* counts[2];
@@ -107,13 +108,8 @@ void balance_slots(Pool const& pool, Scratch const& scratch, unsigned tiles, uns
         operand(0), operand(1), SlotLimits(pool), tiles, tiles_per_head, to,
         const_cast<uint8_t*>(pool.keys.token_order), pool.error);
   };
-  int padded = pool.keys.padded_head_dim;
-  if (padded == 64)
-    launch(balance_slots_kernel<2>);
-  else if (padded == 128)
-    launch(balance_slots_kernel<4>);
-  else
-    launch(balance_slots_kernel<8>);
+  format::visit_head_dim(pool.keys.padded_head_dim,
+                         [&](auto head_dim) { launch(balance_slots_kernel<head_dim() / 32>); });
   check_cuda(cudaGetLastError(), "launch of balance");
 }
 
@@ -125,6 +121,8 @@ int64_t store_scratch_bytes(Pool const& pool, int batch, int64_t part) {
 
 void store(Pool const& pool, DenseView const& k, DenseView const& v, PoolRows const& rows, NewOrder order, int64_t part,
            void* memory, cudaStream_t stream) {
+  check_codec(pool.keys);
+  check_codec(pool.values);
   int64_t tiles = k.tokens / kTileTokens;
   int heads = k.batch * k.kv_heads;
   Scratch scratch(pool, heads, part, memory);

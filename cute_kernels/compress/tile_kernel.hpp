@@ -8,23 +8,23 @@
 
 namespace cute_kernels::compress {
 
-// Where a tile lies in the storage and in the dense tensor.
-struct TilePlace {
-  int64_t tile, first_token;
+// Where a tile is in the storage and in the dense tensor.
+struct TileLocation {
+  int64_t index, first_token;
   unsigned head;
   int tokens;  // that exist
   uint32_t* block;
   int rows;
 
-  __device__ TilePlace(format::SparseView const& view) {
+  __device__ TileLocation(format::SparseView const& view) {
     unsigned tiles_per_head = static_cast<unsigned>(view.tiles_per_head());
-    unsigned index = gridDim.x - 1 - blockIdx.x;  // the last tiles first: theirs is what caches still hold
-    tile = index;
-    head = index / tiles_per_head;
-    first_token = int64_t{index % tiles_per_head} * format::kTileTokens;
+    unsigned tile = gridDim.x - 1 - blockIdx.x;  // the last tiles first: theirs is what caches still hold
+    index = tile;
+    head = tile / tiles_per_head;
+    first_token = int64_t{tile % tiles_per_head} * format::kTileTokens;
     tokens = static_cast<int>(min(int64_t{format::kTileTokens}, view.tokens - first_token));
-    block = const_cast<uint32_t*>(view.blocks) + int64_t{view.row_offsets[tile]} * format::kLanes;
-    rows = view.row_offsets[tile + 1] - view.row_offsets[tile];
+    block = const_cast<uint32_t*>(view.blocks) + int64_t{view.row_offsets[index]} * format::kLanes;
+    rows = view.row_offsets[index + 1] - view.row_offsets[index];
   }
 };
 
@@ -36,12 +36,7 @@ void visit_shape(format::SparseView const& view, F&& f) {
     else
       f(std::integral_constant<format::Role, format::Role::kValue>{}, head_dim);
   };
-  if (view.padded_head_dim == 64)
-    visit_role(std::integral_constant<int, 64>{});
-  else if (view.padded_head_dim == 128)
-    visit_role(std::integral_constant<int, 128>{});
-  else
-    visit_role(std::integral_constant<int, 256>{});
+  format::visit_head_dim(view.padded_head_dim, visit_role);
 }
 
 // A CTA a tile.

@@ -6,8 +6,8 @@
 
 namespace cute_kernels::compress {
 
-// Takes, of every stream longer than `most`, the values of least magnitude off, of equal ones the later. A thread a
-// stream, which walks along its elements again for every bit of the greatest magnitude that goes.
+// Drops, of every stream longer than `most`, the values of least magnitude, of equal ones the later. A thread a stream,
+// which walks along its elements again for every bit of the greatest magnitude that it drops.
 struct Trim {
   int longest, most;  // streams of the tile
   uint32_t nan_key;
@@ -38,8 +38,8 @@ struct Trim {
 
   template <class Part, int HeadDim>
   __device__ void trim_stream(PackStorage<HeadDim> const& s, uint32_t (*words)[kLanes], int lane, int stream) const {
-    constexpr int kElements = lane_elements(HeadDim);
-    auto present = [&](int e) { return words[bitmap_word(e)][lane] >> bitmap_bit(e) & 1; };
+    constexpr int kElements = TileFormat::lane_elements(HeadDim);
+    auto present = [&](int e) { return words[TileFormat::bitmap_word(e)][lane] >> TileFormat::bitmap_bit(e) & 1; };
     auto key = [&](int e) {
       int position = Part::position(lane, e), row = position / HeadDim;
       return magnitude_key(s.dense[row][swizzled(row, s.channel[position % HeadDim])], nan_key);
@@ -52,7 +52,7 @@ struct Trim {
     };
     int excess = count_below(~0u) - most;
     if (excess <= 0) return;
-    uint32_t last = 0;  // the greatest magnitude that goes
+    uint32_t last = 0;  // the greatest magnitude that is dropped
 #pragma unroll 1
     for (uint32_t bit = 1u << (kMagnitudeBits - 1); bit; bit >>= 1)
       if (count_below(last | bit) < excess) last |= bit;
@@ -62,7 +62,8 @@ struct Trim {
       if (!present(e)) continue;
       uint32_t magnitude = key(e);
       if (magnitude > last || (magnitude == last && ties-- <= 0)) continue;
-      atomicAnd(&words[bitmap_word(e)][lane], ~(1u << bitmap_bit(e)));  // the other stream has the same words
+      atomicAnd(&words[TileFormat::bitmap_word(e)][lane],
+                ~(1u << TileFormat::bitmap_bit(e)));  // the other stream has the same words
     }
     count(1, excess);
   }

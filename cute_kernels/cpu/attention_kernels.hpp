@@ -1,4 +1,4 @@
-// What attention adds to the products, for any simd type: the softmax of a row, and tiles of dense tokens.
+// The kernels that attention needs beside the products, for any simd type: a row's softmax, and tiles of dense tokens.
 #pragma once
 
 #include <cstdint>
@@ -18,11 +18,11 @@ constexpr float kInfinity = __builtin_inff();
 inline float exp_of_negative(float x) {
   constexpr float kLog2E = 1.44269504f, kRound = 12582912.f;  // adding 1.5 * 2^23 leaves an integer in the low bits
   constexpr float kSmallest = -87.f;
-  const float clamped = x < kSmallest ? kSmallest : x;
-  const float shifted = clamped * kLog2E + kRound;
-  const float n = shifted - kRound;
+  float const clamped = x < kSmallest ? kSmallest : x;
+  float const shifted = clamped * kLog2E + kRound;
+  float const n = shifted - kRound;
   // e^x = 2^n e^r with r = x - n ln 2, ln 2 in two parts: the product with the first is exact.
-  const float r = (clamped - n * 0.693359375f) - n * -2.12194440e-4f;
+  float const r = (clamped - n * 0.693359375f) - n * -2.12194440e-4f;
   float p = 1.f / 720;
   p = p * r + 1.f / 120;
   p = p * r + 1.f / 24;
@@ -30,34 +30,34 @@ inline float exp_of_negative(float x) {
   p = p * r + 0.5f;
   p = p * r + 1.f;
   p = p * r + 1.f;
-  const float power = float_of_bits((bits_of_float(shifted) - 0x4b400000u + 127u) << 23);
+  float const power = float_of_bits((bits_of_float(shifted) - 0x4b400000u + 127u) << 23);
   return x < kSmallest ? 0.f : p * power;
 }
 
 template <class Simd>
 float softmax(float* logits, int visible, RunningSoftmax* running) {
-  constexpr int W = 16;  // partial sums, whatever the vectors
+  constexpr int W = 16;  // partial sums, for any width of vectors: the same order of additions
   for (int i = visible; i < kTokensOfTile; ++i) logits[i] = -kInfinity;
-  typename Simd::Float most = Simd::broadcast(running->max);
+  typename Simd::Float most = Simd::broadcast(running->row_max);
   for (int i = 0; i < kTokensOfTile; i += Simd::kWidth) most = Simd::max(Simd::load(logits + i), most);
   float part[W];
   Simd::store(part, most);
   float max = part[0];
   for (int i = 1; i < Simd::kWidth; ++i) max = part[i] > max ? part[i] : max;
 
-  const float reference = max == -kInfinity ? 0.f : max;  // nothing but -inf and NaN so far
-  for (int i = 0; i < kTokensOfTile; ++i) logits[i] = exp_of_negative(logits[i] - reference);
+  float const finite_max = max == -kInfinity ? 0.f : max;  // -inf: all logits so far are -inf or NaN
+  for (int i = 0; i < kTokensOfTile; ++i) logits[i] = exp_of_negative(logits[i] - finite_max);
   for (int i = 0; i < W; ++i) part[i] = (logits[i] + logits[i + W]) + (logits[i + 2 * W] + logits[i + 3 * W]);
 #pragma GCC unroll 4
   for (int width = W / 2; width > 0; width /= 2)
     for (int i = 0; i < width; ++i) part[i] += part[i + width];
-  const float factor = max == running->max ? 1.f : exp_of_negative(running->max - reference);
-  *running = {max, running->sum * factor + part[0]};
+  float const factor = max == running->row_max ? 1.f : exp_of_negative(running->row_max - finite_max);
+  *running = {max, running->row_sum * factor + part[0]};
   return factor;
 }
 
 template <class Simd>
-void widen(const uint16_t* in, int head_dim, int padded_head_dim, bool bfloat16, float* out) {
+void widen(uint16_t const* in, int head_dim, int padded_head_dim, bool bfloat16, float* out) {
   alignas(64) uint16_t row[256] = {};
   std::memcpy(row, in, head_dim * sizeof *in);
   for (int i = 0; i < padded_head_dim; i += Simd::kWidth)
@@ -66,9 +66,9 @@ void widen(const uint16_t* in, int head_dim, int padded_head_dim, bool bfloat16,
 
 // N rows of q, 4 tokens at a time.
 template <class Simd, int N>
-void dense_logits_of(const DenseTile& keys, const float* q, float scale, float* logits) {
+void dense_logits_of(DenseTile const& keys, float const* q, float scale, float* logits) {
   using Float = typename Simd::Float;
-  const int size = keys.padded_head_dim;
+  int const size = keys.padded_head_dim;
   for (int token = 0; token < keys.tokens; token += 4) {
     Float sum[N][4];
     for (auto& row : sum)
@@ -90,7 +90,7 @@ void dense_logits_of(const DenseTile& keys, const float* q, float scale, float* 
 }
 
 template <class Simd>
-void dense_logits(const DenseTile& keys, const float* q, int rows, float scale, float* logits) {
+void dense_logits(DenseTile const& keys, float const* q, int rows, float scale, float* logits) {
   for_row_blocks<kMaxRows>(rows, [&](int row, auto n) {
     dense_logits_of<Simd, decltype(n)::value>(keys, q + row * keys.padded_head_dim, scale,
                                               logits + row * kTokensOfTile);
@@ -99,10 +99,10 @@ void dense_logits(const DenseTile& keys, const float* q, int rows, float scale, 
 
 // N rows over the tokens [first, last).
 template <class Simd, int N>
-void dense_values_of(const DenseTile& values, const float* weights, int first, int last, float* sums) {
+void dense_values_of(DenseTile const& values, float const* weights, int first, int last, float* sums) {
   using Float = typename Simd::Float;
   constexpr int kFit = Simd::kAccumulators / N, C = kFit < 1 ? 1 : kFit > 4 ? 4 : kFit;  // vectors of channels
-  const int size = values.padded_head_dim;
+  int const size = values.padded_head_dim;
   for (int i = 0; i < size; i += C * Simd::kWidth) {
     Float sum[N][C];
     for (int n = 0; n < N; ++n)
@@ -120,10 +120,10 @@ void dense_values_of(const DenseTile& values, const float* weights, int first, i
   }
 }
 
-// What a row does not see is not multiplied by its weight of 0 but left out: it may be NaN.
+// Tokens that a row does not see are left out rather than multiplied by a weight of 0: they may be NaN.
 template <class Simd>
-void dense_values(const DenseTile& values, const float* weights, const int* visible, int rows, float* sums) {
-  const int size = values.padded_head_dim;
+void dense_values(DenseTile const& values, float const* weights, int const* visible, int rows, float* sums) {
+  int const size = values.padded_head_dim;
   for_row_blocks<kMaxRows>(rows, [&](int row, auto n) {
     constexpr int N = decltype(n)::value;
     int shared = visible[row];  // by all N

@@ -1,22 +1,22 @@
-// Attention of a block of query rows over a run of tokens: what one task of sparse_attention does.
+// Attention of a block of query rows over a range of tokens: one task of sparse_attention.
 #pragma once
 
 #include <algorithm>
 #include <cmath>
 
-#include "cute_kernels/attention/problem.hpp"
 #include "cute_kernels/cpu/key_logits.hpp"
 #include "cute_kernels/cpu/value_sums.hpp"
+#include "cute_kernels/ops/attention/problem.hpp"
 
 namespace cute_kernels::cpu {
 
 using attention::Problem;
 
-// What a batch row meets: row `index` of the caches, its compressed tokens and the window's behind them. Tiles are
-// counted over both; the window begins with a tile of its own.
+// The tokens that a batch row attends to: the compressed tokens of row `index` of the caches, then those of its window.
+// Tiles are counted over both; the window begins with a tile of its own.
 struct Sequence {
   int index;
-  int64_t compressed, window;  // tokens that count
+  int64_t compressed, window;  // tokens
 
   int64_t tokens() const { return compressed + window; }
   int64_t compressed_tiles() const { return ceil_div(compressed, format::kTileTokens); }
@@ -32,7 +32,7 @@ struct RowBlock {
 // Scratch of one thread, and the walk over the tiles.
 class AttentionRows {
  public:
-  AttentionRows(const Kernels& isa, const Problem& problem, const DenseOperand& q, const QueryRows& query,
+  AttentionRows(Kernels const& isa, Problem const& problem, DenseOperand const& q, QueryRows const& query,
                 int64_t rows_at_most)
       : isa_(isa),
         problem_(problem),
@@ -45,27 +45,27 @@ class AttentionRows {
         dense_q_(problem.window.tokens ? rows_at_most * padded_ : 0),
         dense_tile_(problem.window.tokens ? kTileTokens * padded_ : 0) {}
 
-  // Tiles [first_tile, last_tile) of those that there are. softmax (rows), sums (rows, padded_head_dim) by channel, not
+  // The existing tiles of [first_tile, last_tile). softmax (rows), sums (rows, padded_head_dim) by channel, not
   // divided by the sum of exponentials: overwritten.
-  void run(const RowBlock& block, const Sequence& sequence, int64_t first_tile, int64_t last_tile,
+  void run(RowBlock const& block, Sequence const& sequence, int64_t first_tile, int64_t last_tile,
            RunningSoftmax* softmax, float* sums) {
     block_ = block, sequence_ = sequence, softmax_ = softmax;
     std::fill_n(softmax, block.rows, RunningSoftmax{-INFINITY, 0.f});
     int64_t most = 0;
     for (int n = 0; n < block.rows; ++n) {
-      const int64_t newer = problem_.causal ? problem_.q_tokens - 1 - (block.first_row + n) % problem_.q_tokens : 0;
+      int64_t const newer = problem_.causal ? problem_.q_tokens - 1 - (block.first_row + n) % problem_.q_tokens : 0;
       seen_[n] = std::max<int64_t>(0, sequence.tokens() - newer);
       most = std::max(most, seen_[n]);
     }
-    const int64_t compressed_tiles = ceil_div(std::min(most, sequence.compressed), kTileTokens);
-    const int64_t last_compressed = std::min(last_tile, compressed_tiles);
+    int64_t const compressed_tiles = ceil_div(std::min(most, sequence.compressed), kTileTokens);
+    int64_t const last_compressed = std::min(last_tile, compressed_tiles);
     sums_.clear();
     if (first_tile < last_compressed) load_queries();
     for (int64_t tile = first_tile; tile < last_compressed; ++tile) add_compressed(tile, tile + 1 < last_compressed);
     sums_.store(channel_order(problem_.values), block.rows, sums);
 
-    const int64_t first_window = std::max<int64_t>(first_tile - sequence.compressed_tiles(), 0);
-    const int64_t last_window =
+    int64_t const first_window = std::max<int64_t>(first_tile - sequence.compressed_tiles(), 0);
+    int64_t const last_window =
         std::min(last_tile - sequence.compressed_tiles(), ceil_div(most - sequence.compressed, kTileTokens));
     if (first_window >= last_window) return;
     widen_queries();
@@ -76,7 +76,7 @@ class AttentionRows {
   static constexpr int kTileTokens = format::kTileTokens;
 
   int kv_head() const { return static_cast<int>(block_.head % problem_.keys.kv_heads); }
-  const uint8_t* channel_order(const SparseView& view) const {
+  uint8_t const* channel_order(SparseView const& view) const {
     return view.channel_order + (int64_t{sequence_.index} * view.kv_heads + kv_head()) * view.padded_head_dim;
   }
 
@@ -86,67 +86,58 @@ class AttentionRows {
 
   void widen_queries() {
     for (int n = 0; n < block_.rows; ++n) {
-      const int64_t offset = row_offset(problem_.keys, q_, query_.group, block_.head, block_.first_row + n);
-      isa_.widen(static_cast<const uint16_t*>(q_.data) + offset, problem_.keys.head_dim, padded_,
+      int64_t const offset = row_offset(problem_.keys, q_, query_.group, block_.head, block_.first_row + n);
+      isa_.widen(static_cast<uint16_t const*>(q_.data) + offset, problem_.keys.head_dim, padded_,
                  q_.dtype == DType::kBFloat16, dense_q_.data() + n * padded_);
     }
   }
 
-  // How many of the tile's tokens every row sees, of tokens that begin with token `first` and end before `end`.
-  void look(int64_t first, int64_t end) {
+  // Sets how many tokens of a tile every row sees. The tile begins with token `first`; there are tokens up to `end`.
+  void set_visible(int64_t first, int64_t end) {
     for (int n = 0; n < block_.rows; ++n)
       visible_[n] = static_cast<int>(std::clamp<int64_t>(std::min(seen_[n], end) - first, 0, kTileTokens));
   }
 
   float* row_weights(int n) { return weights_.data() + n * kTileTokens; }
 
-  // Logits become weights; `rescale` is told what a row's earlier sums have to be multiplied by.
+  // Logits become weights; rescale(row, factor) is called for rows whose earlier sums must be multiplied.
   template <class Rescale>
   void softmax(Rescale&& rescale) {
     for (int n = 0; n < block_.rows; ++n) {
-      const float factor = isa_.softmax(row_weights(n), visible_[n], softmax_ + n);
+      float const factor = isa_.softmax(row_weights(n), visible_[n], softmax_ + n);
       if (factor != 1.f) rescale(n, factor);
     }
   }
 
   void add_compressed(int64_t tile, bool is_followed) {
-    const SparseView &keys = problem_.keys, &values = problem_.values;
-    auto index_of = [&](const SparseView& view, int64_t t) {
+    SparseView const &keys = problem_.keys, &values = problem_.values;
+    auto index_of = [&](SparseView const& view, int64_t t) {
       return view.tile_index(sequence_.index, kv_head(), static_cast<int>(t));
     };
-    const int64_t next_key = is_followed ? index_of(keys, tile + 1) : -1;
-    const int64_t next_value = is_followed ? index_of(values, tile + 1) : -1;
+    int64_t const next_key = is_followed ? index_of(keys, tile + 1) : -1;
+    int64_t const next_value = is_followed ? index_of(values, tile + 1) : -1;
     logits_.multiply(index_of(keys, tile), next_key);
     for (int n = 0; n < block_.rows; ++n)
       logits_.store(n, problem_.scale, kTileTokens, DType::kFloat32, row_weights(n));
-    look(tile * kTileTokens, sequence_.compressed);
+    set_visible(tile * kTileTokens, sequence_.compressed);
     softmax([&](int n, float factor) { sums_.scale(n, factor); });
 
     auto weights = [&](int n) { return row_weights(n); };
-    const int64_t value_tile = index_of(values, tile);
-    const int64_t stored = std::min<int64_t>(kTileTokens, values.tokens - tile * kTileTokens);
-    const bool all_see_all = *std::min_element(visible_, visible_ + block_.rows) >= stored;
-    if (all_see_all || is_finite(values, value_tile))
+    int64_t const value_tile = index_of(values, tile);
+    int64_t const stored = std::min<int64_t>(kTileTokens, values.tokens - tile * kTileTokens);
+    bool const all_see_all = *std::min_element(visible_, visible_ + block_.rows) >= stored;
+    if (all_see_all || has_finite_values(values, value_tile))
       sums_.add(value_tile, next_value, block_.rows, kTileTokens, weights);
     else
       sums_.add_visible(value_tile, block_.rows, visible_, weights);
   }
 
-  static bool is_finite(const SparseView& view, int64_t tile_index) {
-    const uint32_t exponent = view.dtype == DType::kBFloat16 ? 0x7f80u : 0x7c00u;
-    const uint32_t* begin = block(view, tile_index) + format::bitmap_rows(view.padded_head_dim) * format::kLanes;
-    const uint32_t* end = block(view, tile_index) + view.rows(tile_index) * format::kLanes;
-    return std::none_of(begin, end, [&](uint32_t word) {
-      return (word & exponent) == exponent || (word >> 16 & exponent) == exponent;
-    });
-  }
-
   // Tile `tile` of the window.
   void add_dense(int64_t tile, float* sums) {
-    look(sequence_.compressed + tile * kTileTokens, sequence_.tokens());
-    const int tokens = *std::max_element(visible_, visible_ + block_.rows);
-    const attention::Window& window = problem_.window;
-    const DenseTile dense{dense_tile_.data(), padded_, tokens};
+    set_visible(sequence_.compressed + tile * kTileTokens, sequence_.tokens());
+    int const tokens = *std::max_element(visible_, visible_ + block_.rows);
+    attention::Window const& window = problem_.window;
+    DenseTile const dense{dense_tile_.data(), padded_, tokens};
     load_window(window.keys, window.key_strides, tile, dense);
     isa_.dense_logits(dense, dense_q_.data(), block_.rows, problem_.scale, weights_.data());
     softmax([&](int n, float factor) {
@@ -157,8 +148,8 @@ class AttentionRows {
   }
 
   // Tokens that no row sees are not read.
-  void load_window(const void* data, const int64_t (&strides)[3], int64_t tile, const DenseTile& dense) const {
-    const uint16_t* from = static_cast<const uint16_t*>(data) + sequence_.index * strides[0] + kv_head() * strides[1] +
+  void load_window(void const* data, int64_t const (&strides)[3], int64_t tile, DenseTile const& dense) const {
+    uint16_t const* from = static_cast<uint16_t const*>(data) + sequence_.index * strides[0] + kv_head() * strides[1] +
                            tile * kTileTokens * strides[2];
     for (int token = 0; token < dense.tokens; ++token)
       isa_.widen(from + token * strides[2], problem_.keys.head_dim, padded_, q_.dtype == DType::kBFloat16,
@@ -166,10 +157,10 @@ class AttentionRows {
     std::fill(dense.rows + dense.tokens * padded_, dense.rows + kTileTokens * padded_, 0.f);
   }
 
-  const Kernels& isa_;
-  const Problem& problem_;
-  const DenseOperand& q_;
-  const QueryRows& query_;
+  Kernels const& isa_;
+  Problem const& problem_;
+  DenseOperand const& q_;
+  QueryRows const& query_;
   int padded_;
   KeyLogits logits_;
   ValueSums sums_;               // over compressed tokens
@@ -179,7 +170,7 @@ class AttentionRows {
   Sequence sequence_{};
   RunningSoftmax* softmax_ = nullptr;
   int64_t seen_[kRowsPerTask];  // tokens that a row sees
-  int visible_[kRowsPerTask];   // of those, how many lie in the tile
+  int visible_[kRowsPerTask];   // of those, how many are in the tile
 };
 
 }  // namespace cute_kernels::cpu

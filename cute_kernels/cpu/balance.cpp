@@ -22,7 +22,7 @@ int count_bits(uint32_t x) {
 struct ClassMasks {
   uint32_t word[kClasses][format::kMaxHeadDim / 32];
 
-  ClassMasks(const uint8_t* channel_order, int head_dim) : word{} {
+  ClassMasks(uint8_t const* channel_order, int head_dim) : word{} {
     for (int position = 0; position < head_dim; ++position) {
       int channel = channel_order[position];
       word[position % kClasses][channel / 32] |= 1u << (channel % 32);
@@ -31,21 +31,21 @@ struct ClassMasks {
 };
 
 template <int Classes>
-void count_tokens(const BalanceOperand& operand, int64_t head, int64_t tile, int64_t tokens, int head_dim,
+void count_tokens(BalanceOperand const& operand, int64_t head, int64_t tile, int64_t tokens, int head_dim,
                   int first_class, format::TokenCounts<Classes>& counts) {
-  const int64_t first = tile * kTileTokens;
+  int64_t const first = tile * kTileTokens;
   count_classes(operand.masks + (head * tokens + first) * (head_dim / 32), tokens - first,
                 operand.channel_order + head * head_dim, head_dim, &counts.count[0][first_class], Classes);
 }
 
 template <int Classes>
-void balance_tiles(const BalanceOperand& first, const BalanceOperand& second, int64_t heads, int64_t tokens,
+void balance_tiles(BalanceOperand const& first, BalanceOperand const& second, int64_t heads, int64_t tokens,
                    int head_dim, uint8_t* token_order, int threads) {
-  const int64_t tiles = (tokens + kTileTokens - 1) / kTileTokens;
+  int64_t const tiles = (tokens + kTileTokens - 1) / kTileTokens;
   parallel(threads, heads * tiles, [&](TaskQueue& queue) {
     format::TokenCounts<Classes> counts;
     for (int64_t task; (task = queue.next()) >= 0;) {
-      const int64_t head = task / tiles, tile = task % tiles;
+      int64_t const head = task / tiles, tile = task % tiles;
       uint8_t* order = token_order + task * kTileTokens;
       count_tokens(first, head, tile, tokens, head_dim, 0, counts);
       if constexpr (Classes > kClasses) count_tokens(second, head, tile, tokens, head_dim, kClasses, counts);
@@ -58,10 +58,10 @@ void balance_tiles(const BalanceOperand& first, const BalanceOperand& second, in
 
 }  // namespace
 
-void count_classes(const uint32_t* masks, int64_t tokens, const uint8_t* channel_order, int padded, uint8_t* counts,
+void count_classes(uint32_t const* masks, int64_t tokens, uint8_t const* channel_order, int padded, uint8_t* counts,
                    int stride) {
-  const int words = padded / 32;
-  const ClassMasks classes(channel_order, padded);
+  int const words = padded / 32;
+  ClassMasks const classes(channel_order, padded);
   for (int t = 0; t < kTileTokens; ++t, masks += words, counts += stride)
     for (int c = 0; c < kClasses; ++c) {
       int n = 0;
@@ -71,7 +71,7 @@ void count_classes(const uint32_t* masks, int64_t tokens, const uint8_t* channel
     }
 }
 
-void balance(const BalanceOperand& first, const BalanceOperand& second, int64_t heads, int64_t tokens,
+void balance(BalanceOperand const& first, BalanceOperand const& second, int64_t heads, int64_t tokens,
              int padded_head_dim, uint8_t* token_order, int threads) {
   auto run = second.masks ? balance_tiles<2 * kClasses> : balance_tiles<kClasses>;
   run(first, second, heads, tokens, padded_head_dim, token_order, threads);

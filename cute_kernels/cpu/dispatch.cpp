@@ -1,3 +1,4 @@
+// Which kernels serve this CPU.
 #include <cstdlib>
 #include <stdexcept>
 #include <string>
@@ -34,7 +35,7 @@ bool cpu_has_avx512_bf16() {
 }
 
 // The kernels of AVX-512 with those for pairs of bf16, or null.
-const Kernels* with_pairs(const Kernels* kernels, const PairKernels* pairs) {
+Kernels const* with_pairs(Kernels const* kernels, PairKernels const* pairs) {
   if (!kernels || !pairs) return nullptr;
   static Kernels combined = *kernels;
   combined.name = "avx512bf16";
@@ -43,22 +44,27 @@ const Kernels* with_pairs(const Kernels* kernels, const PairKernels* pairs) {
 }
 
 struct Candidate {
-  const char* name;
-  const Kernels* kernels;  // null: not on this CPU or not in this build
+  char const* name;
+  Kernels const* kernels;  // null: not on this CPU or not in this build
 };
 
 }  // namespace
 
-const Kernels& kernels() {
-  static const Candidate candidates[] = {  // best first
+void throw_head_dim(int head_dim) {
+  throw std::invalid_argument("head_dim " + std::to_string(head_dim) + " is not instantiated for these CPU kernels");
+}
+
+Kernels const& kernels() {
+  static Candidate const candidates[] = {
+      // best first
       {"avx512bf16", cpu_has_avx512_bf16() ? with_pairs(avx512_kernels(), avx512_bf16_pair_kernels()) : nullptr},
       {"avx512", cpu_has_avx512() ? avx512_kernels() : nullptr},
       {"avx2", cpu_has_avx2() ? avx2_kernels() : nullptr},
       {"scalar", scalar_kernels()},
   };
-  const char* variable = std::getenv("CUTE_KERNELS_CPU_ISA");
-  const std::string wanted = variable ? variable : "";
-  for (const Candidate& candidate : candidates) {
+  char const* variable = std::getenv("CUTE_KERNELS_CPU_ISA");
+  std::string const wanted = variable ? variable : "";
+  for (Candidate const& candidate : candidates) {
     if (wanted.empty() && candidate.kernels) return *candidate.kernels;
     if (wanted != candidate.name) continue;
     if (!candidate.kernels)

@@ -8,7 +8,7 @@
 
 namespace cute_kernels::cpu {
 
-const Kernels* avx2_kernels() {
+Kernels const* avx2_kernels() {
   static constexpr Kernels made = make_kernels<Avx2>();
   return &made;
 }
@@ -17,6 +17,6 @@ const Kernels* avx2_kernels() {
 
 #else
 
-const cute_kernels::cpu::Kernels* cute_kernels::cpu::avx2_kernels() { return nullptr; }
+cute_kernels::cpu::Kernels const* cute_kernels::cpu::avx2_kernels() { return nullptr; }
 
 #endif

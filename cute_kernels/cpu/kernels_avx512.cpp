@@ -13,7 +13,7 @@
 
 namespace cute_kernels::cpu {
 
-const Kernels* avx512_kernels() {
+Kernels const* avx512_kernels() {
   static constexpr Kernels made = make_kernels<Avx512>();
   return &made;
 }
@@ -22,6 +22,6 @@ const Kernels* avx512_kernels() {
 
 #else
 
-const cute_kernels::cpu::Kernels* cute_kernels::cpu::avx512_kernels() { return nullptr; }
+cute_kernels::cpu::Kernels const* cute_kernels::cpu::avx512_kernels() { return nullptr; }
 
 #endif

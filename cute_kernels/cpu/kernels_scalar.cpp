@@ -5,7 +5,7 @@
 
 namespace cute_kernels::cpu {
 
-const Kernels* scalar_kernels() {
+Kernels const* scalar_kernels() {
   static constexpr Kernels made = make_kernels<Scalar>();
   return &made;
 }

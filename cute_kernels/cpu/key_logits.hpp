@@ -8,7 +8,7 @@ namespace cute_kernels::cpu {
 // A block of query rows by channel of each entry; padding channels are zero.
 class QueryPanel {
  public:
-  QueryPanel(const SparseView& view, int64_t rows, bool want_pairs)
+  QueryPanel(SparseView const& view, int64_t rows, bool want_pairs)
       : view_(view),
         layout_(product_layout(Role::kKey, view.padded_head_dim)),
         size_(static_cast<int>(layout_.operand_position.size())),
@@ -16,15 +16,15 @@ class QueryPanel {
         floats_(rows * size_),
         pairs_(want_pairs ? rows * size_ / kStreams : 0) {}
 
-  // channel_order: of the keys that the rows of KV head `head` of q meet.
-  void load(const DenseOperand& q, int group, int64_t head, const uint8_t* channel_order, int64_t first_row, int rows) {
+  // channel_order: of the keys that KV head `head` of q is multiplied with.
+  void load(DenseOperand const& q, int group, int64_t head, uint8_t const* channel_order, int64_t first_row, int rows) {
     has_pairs_ = want_pairs_;
     for (int n = 0; n < rows; ++n) {
       uint16_t row[format::kMaxHeadDim] = {};
-      std::copy_n(static_cast<const uint16_t*>(q.data) + row_offset(view_, q, group, head, first_row + n),
+      std::copy_n(static_cast<uint16_t const*>(q.data) + row_offset(view_, q, group, head, first_row + n),
                   view_.head_dim, row);
       for (int i = 0; i < size_; ++i) {
-        const uint16_t bits = row[channel_order[layout_.operand_position[i]]];
+        uint16_t const bits = row[channel_order[layout_.operand_position[i]]];
         floats_[n * size_ + i] = q.dtype == DType::kBFloat16 ? bfloat16_to_float(bits) : half_to_float(bits);
       }
       if (!want_pairs_) continue;
@@ -34,23 +34,23 @@ class QueryPanel {
     }
   }
 
-  const float* floats() { return floats_.data(); }
-  const uint32_t* pairs() { return has_pairs_ ? pairs_.data() : nullptr; }
+  float const* floats() { return floats_.data(); }
+  uint32_t const* pairs() { return has_pairs_ ? pairs_.data() : nullptr; }
 
  private:
-  void load_pairs(const uint16_t* row, const uint8_t* channel_order, uint32_t* out) const {
-    const int slots = layout_.entries;
+  void load_pairs(uint16_t const* row, uint8_t const* channel_order, uint32_t* out) const {
+    int const size = layout_.entries;
     for (int column = 0; column < kLaneColumns; ++column)
-      for (int slot = 0; slot < slots; ++slot) {
-        const int entry = slot / kPairBlock * kPairBlock + pair_slot_entry(slot % kPairBlock);
-        const uint8_t* channel = layout_.operand_position.data() + column * kStreams * slots + entry;
-        out[column * slots + slot] = row[channel_order[channel[0]]] | uint32_t{row[channel_order[channel[slots]]]}
-                                                                          << 16;
+      for (int index = 0; index < size; ++index) {
+        int const entry = index / kPairBlock * kPairBlock + pair_entry(index % kPairBlock);
+        uint8_t const* channel = layout_.operand_position.data() + column * kStreams * size + entry;
+        uint32_t const low = row[channel_order[channel[0]]], high = row[channel_order[channel[size]]];
+        out[column * size + index] = low | high << 16;
       }
   }
 
-  const SparseView& view_;
-  const ProductLayout& layout_;
+  SparseView const& view_;
+  ProductLayout const& layout_;
   int size_;
   bool want_pairs_, has_pairs_ = false;
   AlignedArray<float> floats_;
@@ -60,7 +60,7 @@ class QueryPanel {
 // Logits of a block of query rows and one tile of keys after another; one thread's.
 class KeyLogits {
  public:
-  KeyLogits(const Kernels& isa, const SparseView& view, int64_t rows_at_most)
+  KeyLogits(Kernels const& isa, SparseView const& view, int64_t rows_at_most)
       : isa_(isa),
         pairs_(pair_kernels(isa, view)),
         view_(view),
@@ -70,7 +70,7 @@ class KeyLogits {
         sums_(rows_at_most * format::kTileTokens) {}
 
   // As QueryPanel::load.
-  void load(const DenseOperand& q, int group, int64_t head, const uint8_t* channel_order, int64_t first_row, int rows) {
+  void load(DenseOperand const& q, int group, int64_t head, uint8_t const* channel_order, int64_t first_row, int rows) {
     panel_.load(q, group, head, channel_order, first_row, rows);
     rows_ = rows;
   }
@@ -80,10 +80,10 @@ class KeyLogits {
     if (panel_.pairs() && scratch_.unpack_pairs(*pairs_, view_, tile_index, next_tile, paired)) {
       pairs_->multiply_keys(paired, view_.padded_head_dim, panel_.pairs(), rows_, sums_.data());
     } else {
-      const UnpackedTile unpacked = scratch_.unpack(isa_, view_, tile_index, next_tile);
+      UnpackedTile const unpacked = scratch_.unpack(isa_, view_, tile_index, next_tile);
       isa_.multiply_keys(unpacked, view_.padded_head_dim, panel_.floats(), rows_, sums_.data());
     }
-    const uint8_t* token_order = view_.token_order + tile_index * format::kTileTokens;
+    uint8_t const* token_order = view_.token_order + tile_index * format::kTileTokens;
     for (int i = 0; i < format::kTileTokens; ++i)
       sum_of_token_[token_order[layout_.sum_position[i]]] = static_cast<uint8_t>(i);
   }
@@ -94,10 +94,10 @@ class KeyLogits {
   }
 
  private:
-  const Kernels& isa_;
-  const PairKernels* pairs_;
-  const SparseView& view_;
-  const ProductLayout& layout_;
+  Kernels const& isa_;
+  PairKernels const* pairs_;
+  SparseView const& view_;
+  ProductLayout const& layout_;
   TileScratch scratch_;
   QueryPanel panel_;
   AlignedArray<float> sums_;

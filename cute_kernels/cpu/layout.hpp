@@ -1,4 +1,4 @@
-// element_layout as tables, and the structure of it that the products are built on.
+// The tile format's element_layout as tables, and its structure that the products rely on.
 #pragma once
 
 #include <cstdint>
@@ -8,13 +8,17 @@
 
 namespace cute_kernels::cpu {
 
+using TileFormat = format::BitmapTile;  // that the CPU kernels write and read
+
 // A lane is (row, column) of the atom's A operand: lane = kLaneColumns * row + column.
 inline constexpr int kLaneColumns = 4;
 inline constexpr int kLaneRows = format::kLanes / kLaneColumns;
-inline constexpr int kStreams = format::Codec16::kStreams;
+inline constexpr int kStreams = TileFormat::kStreams;
 
+// std::invalid_argument for a head_dim that no tile has.
+//
 // position[lane * lane_elements + e] = token_position * padded_head_dim + channel_position.
-const std::vector<uint16_t>& element_table(format::Role role, int padded_head_dim);
+std::vector<uint16_t> const& element_table(format::Role role, int padded_head_dim);
 
 // The rows of A come in blocks of 16: 4 blocks of tokens for keys, padded_head_dim / 16 of channels for values. Element
 // e of a lane is entry k of its stream s in block c: e = kStreams * (c * entries + k) + s. For keys there are
@@ -27,6 +31,6 @@ struct ProductLayout {
   std::vector<uint8_t> operand_position;  // [column][s][entries] -> channel position of keys, token position of values
 };
 
-const ProductLayout& product_layout(format::Role role, int padded_head_dim);
+ProductLayout const& product_layout(format::Role role, int padded_head_dim);
 
 }  // namespace cute_kernels::cpu

@@ -10,13 +10,15 @@ namespace cute_kernels::cpu {
 namespace {
 
 template <class T>
-void copy_tokens(T* to, const void* from, int valid) {
-  if (valid == kTokensOfTile) std::memcpy(to, from, kTokensOfTile * sizeof(T));  // the usual case, without a call
-  else std::memcpy(to, from, valid * sizeof(T));
+void copy_tokens(T* to, void const* from, int valid) {
+  if (valid == kTokensOfTile)
+    std::memcpy(to, from, kTokensOfTile * sizeof(T));  // the usual case, without a call
+  else
+    std::memcpy(to, from, valid * sizeof(T));
 }
 
 template <class Simd>
-void store_logits(const float* sums, const uint8_t* sum_of_token, float scale, int valid, Number dtype, void* out) {
+void store_logits(float const* sums, uint8_t const* sum_of_token, float scale, int valid, Number dtype, void* out) {
   alignas(64) float logits[kTokensOfTile];
   Simd::permute64(sums, sum_of_token, logits);
   for (int i = 0; i < kTokensOfTile; i += Simd::kWidth)
@@ -27,15 +29,17 @@ void store_logits(const float* sums, const uint8_t* sum_of_token, float scale, i
   }
   alignas(64) uint16_t narrow[kTokensOfTile];
   for (int i = 0; i < kTokensOfTile; i += Simd::kWidth) {
-    if (dtype == Number::kBFloat16) Simd::template narrow<true>(Simd::load(logits + i), narrow + i);
-    else Simd::template narrow<false>(Simd::load(logits + i), narrow + i);
+    if (dtype == Number::kBFloat16)
+      Simd::template narrow<true>(Simd::load(logits + i), narrow + i);
+    else
+      Simd::template narrow<false>(Simd::load(logits + i), narrow + i);
   }
   copy_tokens(static_cast<uint16_t*>(out), narrow, valid);
 }
 
 // One row of p as floats by token.
 template <class Simd>
-void widen_weights(const WeightRow& p, float* by_token) {
+void widen_weights(WeightRow const& p, float* by_token) {
   if (p.dtype == Number::kFloat32) {
     std::memset(by_token, 0, kTokensOfTile * sizeof *by_token);
     copy_tokens(by_token, p.data, p.valid);
@@ -49,7 +53,7 @@ void widen_weights(const WeightRow& p, float* by_token) {
 }
 
 template <class Simd>
-void make_weights(const WeightRow& p, const uint8_t* position, float* panel) {
+void make_weights(WeightRow const& p, uint8_t const* position, float* panel) {
   alignas(64) float by_token[kTokensOfTile], weights[kTokensOfTile];
   widen_weights<Simd>(p, by_token);
   Simd::permute64(by_token, p.token_order, weights);

@@ -48,11 +48,11 @@ Words shuffle_bits16(Words words) {
   });
 }
 
-void unpack_masks(const uint32_t* block, int bitmap_rows, uint32_t* masks) {
+void unpack_pair_masks(uint32_t const* block, int bitmap_rows, uint32_t* masks) {
   constexpr __mmask32 kOddHalves = 0xaaaaaaaau;
   for (int row = 0; row < bitmap_rows; row += 2, masks += kTileStreams * kTileLanes)
     for (int lane = 0; lane < kTileLanes; lane += 16) {
-      const uint32_t* words = block + row * kTileLanes + lane;
+      uint32_t const* words = block + row * kTileLanes + lane;
       Words first = shuffle_bits16(Avx512::load_words(words));
       Words second = shuffle_bits16(Avx512::load_words(words + kTileLanes));
       _mm512_storeu_si512(masks + lane, _mm512_mask_blend_epi16(kOddHalves, first, _mm512_slli_epi32(second, 16)));
@@ -61,14 +61,14 @@ void unpack_masks(const uint32_t* block, int bitmap_rows, uint32_t* masks) {
     }
 }
 
-bool unpack(const uint32_t* block, int bitmap_rows, int value_rows, const PairedTile& tile) {
-  unpack_masks(block, bitmap_rows, tile.masks);
+bool unpack(uint32_t const* block, int bitmap_rows, int value_rows, PairedTile const& tile) {
+  unpack_pair_masks(block, bitmap_rows, tile.masks);
   MagnitudeCheck check;
-  const uint32_t* values = block + bitmap_rows * kTileLanes;
+  uint32_t const* values = block + bitmap_rows * kTileLanes;
   for (int lane0 = 0; lane0 < kTileLanes; lane0 += 16)
     for (int row0 = 0; row0 < value_rows; row0 += 16) {
       Words words[16];  // row row0 + i of 16 lanes, then lane lane0 + i of 16 rows
-      const uint32_t* corner = values + row0 * kTileLanes + lane0;
+      uint32_t const* corner = values + row0 * kTileLanes + lane0;
       for (int i = 0; i < 16; ++i) {
         words[i] = row0 + i < value_rows ? Avx512::load_words(corner + i * kTileLanes) : Avx512::zero_words();
         check.add(words[i]);
@@ -84,20 +84,20 @@ bool unpack(const uint32_t* block, int bitmap_rows, int value_rows, const Paired
   return check.passed();
 }
 
-// The next 32 entries of both streams of a lane as pairs: slots 0-15, slots 16-31.
+// The next 32 entries of both streams of a lane as pairs: indices 0-15 and 16-31 of pair_entry.
 struct Pairs {
   __m512bh low, high;
 };
 
 class PairReader {
  public:
-  PairReader(const PairedTile& tile, int lane)
+  PairReader(PairedTile const& tile, int lane)
       : masks_(tile.masks + lane),
         first_(tile.streams + lane * kTileStreams * tile.stride),
         second_(first_ + tile.stride) {}
 
   Pairs next() {
-    const uint32_t first_mask = masks_[0], second_mask = masks_[kTileLanes];
+    uint32_t const first_mask = masks_[0], second_mask = masks_[kTileLanes];
     Words first = _mm512_loadu_si512(first_), second = _mm512_loadu_si512(second_);
     asm("" : "+v"(first), "+v"(second));  // expand in registers
     first = _mm512_maskz_expand_epi16(first_mask, first);
@@ -109,20 +109,20 @@ class PairReader {
   }
 
  private:
-  const uint32_t* masks_;
-  const uint16_t *first_, *second_;
+  uint32_t const* masks_;
+  uint16_t const *first_, *second_;
 };
 
-inline __m512bh load_pairs(const uint32_t* p) { return (__m512bh)_mm512_loadu_si512(p); }
-inline __m512bh repeat8_pairs(const uint32_t* p) {
-  return (__m512bh)_mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+inline __m512bh load_pairs(uint32_t const* p) { return (__m512bh)_mm512_loadu_si512(p); }
+inline __m512bh repeat8_pairs(uint32_t const* p) {
+  return (__m512bh)_mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<__m256i const*>(p)));
 }
 
-// kTogether blocks of tokens are interleaved: products into one sum come one after the other only with the latency of a
-// product (6 clocks), and the scheduler does not look far enough ahead to fill that by itself.
+// kTogether blocks of tokens are interleaved: a product into a sum waits for the one before it into
+// the same sum, and the scheduler does not look far enough ahead to fill that latency by itself.
 template <int HeadDim, int N>
-void multiply_keys(const PairedTile& tile, const uint32_t* panel, float* sums) {
-  constexpr int kSlots = HeadDim / 4, kBlocks = kSlots / kPairBlock, kPanel = kTileColumns * kSlots;
+void multiply_keys(PairedTile const& tile, uint32_t const* panel, float* sums) {
+  constexpr int kEntries = HeadDim / 4, kBlocks = kEntries / kPairBlock, kPanel = kTileColumns * kEntries;
   constexpr int kTogether = 2;
   for (int row = 0; row < kTileRows; ++row) {
     Float sum[N][kTileBlocks];
@@ -130,7 +130,7 @@ void multiply_keys(const PairedTile& tile, const uint32_t* panel, float* sums) {
       for (int c = 0; c < kTileBlocks; ++c) sum[n][c] = _mm512_setzero_ps();
     for (int column = 0; column < kTileColumns; ++column) {
       PairReader reader(tile, row * kTileColumns + column);
-      const uint32_t* q = panel + column * kSlots;
+      uint32_t const* q = panel + column * kEntries;
 #pragma GCC unroll 4
       for (int c = 0; c < kTileBlocks; c += kTogether) {
         Pairs k[kTogether][kBlocks];
@@ -149,9 +149,9 @@ void multiply_keys(const PairedTile& tile, const uint32_t* panel, float* sums) {
   }
 }
 
-// As above, with pairs of blocks of 16 channels in the place of blocks of tokens, C of them at a time.
+// As above, with pairs of blocks of 16 channels instead of blocks of tokens, C of them at a time.
 template <int HeadDim, int N, int Parts>
-void multiply_values(const PairedTile& tile, const uint32_t* panel, float* sums) {
+void multiply_values(PairedTile const& tile, uint32_t const* panel, float* sums) {
   constexpr int kPairs = HeadDim / 32, kSums = kTileRows * HeadDim / 16 * kSumWidth;
   constexpr int kFit = Avx512::kAccumulators / N, C = kFit < kPairs ? kFit : kPairs;
   constexpr int kTogether = 4;
@@ -168,7 +168,7 @@ void multiply_values(const PairedTile& tile, const uint32_t* panel, float* sums)
         for (int c = 0; c < C; ++c) sum[n][c] = _mm512_loadu_ps(out + n * kSums + 16 * c);
       for (int column = 0; column < kTileColumns; ++column) {
         PairReader& reader = readers[column];
-        const uint32_t* p = panel + column * 16;
+        uint32_t const* p = panel + column * 16;
 #pragma GCC unroll 4
         for (int c = 0; c < C; c += kTogether) {
           Pairs v[kTogether];
@@ -189,44 +189,59 @@ void multiply_values(const PairedTile& tile, const uint32_t* panel, float* sums)
 }
 
 template <int HeadDim>
-void multiply_keys_rows(const PairedTile& tile, const uint32_t* panel, int rows, float* sums) {
+void multiply_keys_rows(PairedTile const& tile, uint32_t const* panel, int rows, float* sums) {
   for_row_blocks<kMaxRows>(rows, [&](int row, auto n) {
     multiply_keys<HeadDim, decltype(n)::value>(tile, panel + row * HeadDim, sums + row * kTileSums);
   });
 }
 
 template <int HeadDim, int Parts>
-void multiply_values_rows(const PairedTile& tile, const uint32_t* panel, int rows, float* sums) {
+void multiply_values_rows(PairedTile const& tile, uint32_t const* panel, int rows, float* sums) {
   for_row_blocks<kMaxRows>(rows, [&](int row, auto n) {
     multiply_values<HeadDim, decltype(n)::value, Parts>(tile, panel + row * Parts * kWeightPart,
                                                         sums + row * kTileRows * HeadDim / 16 * kSumWidth);
   });
 }
 
-void multiply_keys_any(const PairedTile& tile, int head_dim, const uint32_t* panel, int rows, float* sums) {
-  (head_dim == 128 ? multiply_keys_rows<128> : multiply_keys_rows<256>)(tile, panel, rows, sums);
+void multiply_keys_any(PairedTile const& tile, int head_dim, uint32_t const* panel, int rows, float* sums) {
+  switch (head_dim) {
+    case 128:
+      return multiply_keys_rows<128>(tile, panel, rows, sums);
+    case 256:
+      return multiply_keys_rows<256>(tile, panel, rows, sums);
+  }
+  throw_head_dim(head_dim);
 }
 
-void multiply_values_any(const PairedTile& tile, int head_dim, const uint32_t* panel, int parts, int rows,
+template <int HeadDim>
+void multiply_values_parts(PairedTile const& tile, uint32_t const* panel, int parts, int rows, float* sums) {
+  (parts == 1 ? multiply_values_rows<HeadDim, 1> : multiply_values_rows<HeadDim, 2>)(tile, panel, rows, sums);
+}
+
+void multiply_values_any(PairedTile const& tile, int head_dim, uint32_t const* panel, int parts, int rows,
                          float* sums) {
-  auto one = head_dim == 128 ? multiply_values_rows<128, 1> : multiply_values_rows<256, 1>;
-  auto two = head_dim == 128 ? multiply_values_rows<128, 2> : multiply_values_rows<256, 2>;
-  (parts == 1 ? one : two)(tile, panel, rows, sums);
+  switch (head_dim) {
+    case 128:
+      return multiply_values_parts<128>(tile, panel, parts, rows, sums);
+    case 256:
+      return multiply_values_parts<256>(tile, panel, parts, rows, sums);
+  }
+  throw_head_dim(head_dim);
 }
 
 // out[i] = in[index[i]] for 64 16-bit values.
 struct Halves64 {
   Words low, high;
 
-  Halves64 permuted(const uint8_t* index) const {
-    auto places = [&](int i) {
-      return _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(index + i)));
+  Halves64 permuted(uint8_t const* index) const {
+    auto indices = [&](int i) {
+      return _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<__m256i const*>(index + i)));
     };
-    return {_mm512_permutex2var_epi16(low, places(0), high), _mm512_permutex2var_epi16(low, places(32), high)};
+    return {_mm512_permutex2var_epi16(low, indices(0), high), _mm512_permutex2var_epi16(low, indices(32), high)};
   }
 };
 
-bool make_pair_weights(const WeightRow& p, const uint8_t* position, int parts, uint32_t* panel) {
+bool make_pair_weights(WeightRow const& p, uint8_t const* position, int parts, uint32_t* panel) {
   alignas(64)
       uint16_t split[2][kTokensOfTile] = {};  // by token: the upper 16 bits of a weight, and those of what is left
   if (p.dtype == Number::kBFloat16) {
@@ -265,7 +280,7 @@ bool make_pair_weights(const WeightRow& p, const uint8_t* position, int parts, u
 
 }  // namespace
 
-const PairKernels* avx512_bf16_pair_kernels() {
+PairKernels const* avx512_bf16_pair_kernels() {
   static constexpr PairKernels made = {unpack, multiply_keys_any, make_pair_weights, multiply_values_any};
   return &made;
 }
@@ -274,6 +289,6 @@ const PairKernels* avx512_bf16_pair_kernels() {
 
 #else
 
-const cute_kernels::cpu::PairKernels* cute_kernels::cpu::avx512_bf16_pair_kernels() { return nullptr; }
+cute_kernels::cpu::PairKernels const* cute_kernels::cpu::avx512_bf16_pair_kernels() { return nullptr; }
 
 #endif

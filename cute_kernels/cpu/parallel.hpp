@@ -52,7 +52,7 @@ void parallel(int threads, int64_t tasks, Worker worker) {
   if (wanted > 0) others.reserve(static_cast<size_t>(wanted));
   try {
     for (int64_t i = 0; i < wanted; ++i) others.emplace_back(guarded);
-  } catch (const std::system_error&) {
+  } catch (std::system_error const&) {
     // No more threads to be had: those that run take all the tasks.
   }
   guarded();
@@ -67,8 +67,8 @@ class AlignedArray {
   explicit AlignedArray(size_t size)
       : data_(static_cast<T*>(::operator new(size * sizeof(T), std::align_val_t{kAlignment}))) {}
   ~AlignedArray() { ::operator delete(data_, std::align_val_t{kAlignment}); }
-  AlignedArray(const AlignedArray&) = delete;
-  AlignedArray& operator=(const AlignedArray&) = delete;
+  AlignedArray(AlignedArray const&) = delete;
+  AlignedArray& operator=(AlignedArray const&) = delete;
 
   T* data() { return data_; }
   T& operator[](size_t i) { return data_[i]; }

@@ -12,7 +12,7 @@ constexpr int kMaxChannels = 256;
 // Sets the bits of the `keep` largest keys, ties to the lower channel. Bisection finds the keep-th largest key bit by
 // bit: the largest threshold that at least `keep` keys reach.
 template <class Simd>
-void mark_largest(const uint16_t* keys, int words, int keep, uint32_t* mask) {
+void mark_largest(uint16_t const* keys, int words, int keep, uint32_t* mask) {
   auto reach = [&](uint32_t threshold) {
     int n = 0;
     for (int w = 0; w < words; ++w) n += Simd::count(Simd::at_least(keys + 32 * w, static_cast<uint16_t>(threshold)));
@@ -31,17 +31,17 @@ void mark_largest(const uint16_t* keys, int words, int keep, uint32_t* mask) {
 }
 
 template <class Simd>
-void select_row(const uint16_t* x, int head_dim, int padded_head_dim, bool bfloat16, int keep, uint32_t* mask,
+void select_row(uint16_t const* x, int head_dim, int padded_head_dim, bool bfloat16, int keep, uint32_t* mask,
                 int32_t* counts, uint16_t* pruned) {
   alignas(64) uint16_t keys[kMaxChannels];
-  const uint16_t nan_key = bfloat16 ? 0x7f81 : 0x7c01;  // every NaN is one key above infinity
+  uint16_t const nan_key = bfloat16 ? 0x7f81 : 0x7c01;  // every NaN is one key above infinity
   for (int c = 0; c < head_dim; ++c) {
     uint16_t magnitude = x[c] & 0x7fff;
     keys[c] = magnitude < nan_key ? magnitude : nan_key;
   }
   for (int c = head_dim; c < padded_head_dim; ++c) keys[c] = 0;
 
-  const int words = padded_head_dim / 32;
+  int const words = padded_head_dim / 32;
   uint32_t nonzero[kMaxChannels / 32];
   for (int w = 0; w < words; ++w) nonzero[w] = Simd::at_least(keys + 32 * w, 1);
   if (keep == 0 || keep >= head_dim) {

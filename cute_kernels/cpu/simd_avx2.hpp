@@ -8,9 +8,9 @@
 namespace cute_kernels::cpu {
 namespace {
 
-// Expansion of 8 entries: entry i comes from place (set bits below i); its sign bit is set where bit i is not.
+// Expansion of 8 entries: entry i comes from index (set bits below i); its sign bit is set where bit i is not.
 struct ExpandTable {
-  alignas(32) uint32_t place[256][8];
+  alignas(32) uint32_t index[256][8];
 };
 constexpr ExpandTable make_expand_table() {
   ExpandTable table{};
@@ -18,7 +18,7 @@ constexpr ExpandTable make_expand_table() {
     uint32_t next = 0;
     for (int i = 0; i < 8; ++i) {
       bool set = (mask >> i) & 1;
-      table.place[mask][i] = set ? next : 0x80000000u;
+      table.index[mask][i] = set ? next : 0x80000000u;
       next += set;
     }
   }
@@ -27,7 +27,7 @@ constexpr ExpandTable make_expand_table() {
 constexpr ExpandTable kExpandTable = make_expand_table();
 
 struct Avx2 {
-  static constexpr const char* kName = "avx2";
+  static constexpr char const* kName = "avx2";
   static constexpr int kWidth = 8;
   static constexpr int kAccumulators = 16;  // a few spill, which costs less than expanding again
   using Float = __m256;
@@ -35,19 +35,19 @@ struct Avx2 {
 
   static Float zero() { return _mm256_setzero_ps(); }
   static Float broadcast(float value) { return _mm256_set1_ps(value); }
-  static Float load(const float* p) { return _mm256_loadu_ps(p); }
+  static Float load(float const* p) { return _mm256_loadu_ps(p); }
   static void store(float* p, Float v) { _mm256_storeu_ps(p, v); }
-  static Float load8(const float* p) { return load(p); }
+  static Float load8(float const* p) { return load(p); }
   static void store8(float* p, Float v) { store(p, v); }
   static Float multiply_add(Float a, Float b, Float c) { return _mm256_fmadd_ps(a, b, c); }
   static Float max(Float a, Float b) { return _mm256_max_ps(a, b); }
-  static Float expand(const float* p, uint32_t mask) {
-    __m256i place = _mm256_load_si256(reinterpret_cast<const __m256i*>(kExpandTable.place[mask]));
-    Float v = _mm256_permutevar8x32_ps(_mm256_loadu_ps(p), place);
-    return _mm256_blendv_ps(v, _mm256_setzero_ps(), _mm256_castsi256_ps(place));
+  static Float expand(float const* p, uint32_t mask) {
+    __m256i index = _mm256_load_si256(reinterpret_cast<__m256i const*>(kExpandTable.index[mask]));
+    Float v = _mm256_permutevar8x32_ps(_mm256_loadu_ps(p), index);
+    return _mm256_blendv_ps(v, _mm256_setzero_ps(), _mm256_castsi256_ps(index));
   }
   static int count(uint32_t mask) { return _mm_popcnt_u32(mask); }
-  static void fold(const Float (&v)[4], float* out) {
+  static void fold(Float const (&v)[4], float* out) {
     auto halves = [](Float a, Float b) {
       return _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
     };
@@ -55,7 +55,7 @@ struct Avx2 {
     _mm256_storeu_ps(out, _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(sums), 0xd8)));  // was a c b d
   }
 
-  static Words load_words(const uint32_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+  static Words load_words(uint32_t const* p) { return _mm256_loadu_si256(reinterpret_cast<__m256i const*>(p)); }
   static Words zero_words() { return _mm256_setzero_si256(); }
   static void transpose(Words (&r)[8]) {
     Words t[8];
@@ -77,8 +77,10 @@ struct Avx2 {
   }
   template <bool kBFloat16>
   static Float low(Words words) {
-    if constexpr (kBFloat16) return _mm256_castsi256_ps(_mm256_slli_epi32(words, 16));
-    else return high<false>(_mm256_slli_epi32(words, 16));
+    if constexpr (kBFloat16)
+      return _mm256_castsi256_ps(_mm256_slli_epi32(words, 16));
+    else
+      return high<false>(_mm256_slli_epi32(words, 16));
   }
   template <bool kBFloat16>
   static Float high(Words words) {
@@ -92,10 +94,12 @@ struct Avx2 {
   }
 
   template <bool kBFloat16>
-  static Float widen(const uint16_t* p) {
-    __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-    if constexpr (kBFloat16) return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
-    else return _mm256_cvtph_ps(bits);
+  static Float widen(uint16_t const* p) {
+    __m128i bits = _mm_loadu_si128(reinterpret_cast<__m128i const*>(p));
+    if constexpr (kBFloat16)
+      return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+    else
+      return _mm256_cvtph_ps(bits);
   }
   template <bool kBFloat16>
   static void narrow(Float v, uint16_t* p) {
@@ -114,12 +118,12 @@ struct Avx2 {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bits);
   }
   static Float scale(Float v, float factor) { return _mm256_mul_ps(v, _mm256_set1_ps(factor)); }
-  static void permute64(const float* in, const uint8_t* index, float* out) {
+  static void permute64(float const* in, uint8_t const* index, float* out) {
     for (int i = 0; i < 64; ++i) out[i] = in[index[i]];
   }
 
-  static uint32_t at_least(const uint16_t* keys, uint16_t threshold) {
-    const __m256i* vectors = reinterpret_cast<const __m256i*>(keys);
+  static uint32_t at_least(uint16_t const* keys, uint16_t threshold) {
+    __m256i const* vectors = reinterpret_cast<__m256i const*>(keys);
     __m256i below =
         _mm256_set1_epi16(static_cast<short>(threshold - 1));  // keys are below 2^15: signed compare is right
     __m256i a = _mm256_cmpgt_epi16(_mm256_loadu_si256(vectors), below);

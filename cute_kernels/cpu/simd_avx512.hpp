@@ -9,7 +9,7 @@ namespace cute_kernels::cpu {
 namespace {
 
 struct Avx512 {
-  static constexpr const char* kName = "avx512";
+  static constexpr char const* kName = "avx512";
   static constexpr int kWidth = 16;
   static constexpr int kAccumulators = 16;
   using Float = __m512;
@@ -17,15 +17,15 @@ struct Avx512 {
 
   static Float zero() { return _mm512_setzero_ps(); }
   static Float broadcast(float value) { return _mm512_set1_ps(value); }
-  static Float load(const float* p) { return _mm512_loadu_ps(p); }
+  static Float load(float const* p) { return _mm512_loadu_ps(p); }
   static void store(float* p, Float v) { _mm512_storeu_ps(p, v); }
-  static Float load8(const float* p) { return _mm512_zextps256_ps512(_mm256_loadu_ps(p)); }
+  static Float load8(float const* p) { return _mm512_zextps256_ps512(_mm256_loadu_ps(p)); }
   static void store8(float* p, Float v) {
     _mm256_storeu_ps(p, _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1)));
   }
   static Float multiply_add(Float a, Float b, Float c) { return _mm512_fmadd_ps(a, b, c); }
   static Float max(Float a, Float b) { return _mm512_max_ps(a, b); }
-  static Float expand(const float* p, uint32_t mask) {
+  static Float expand(float const* p, uint32_t mask) {
     Float v = _mm512_loadu_ps(p);
 #if defined(__GNUC__)
     asm(""
@@ -39,18 +39,18 @@ struct Avx512 {
 #endif
     return _mm_popcnt_u32(mask);
   }
-  static void fold(const Float (&v)[4], float* out) {
+  static void fold(Float const (&v)[4], float* out) {
     auto halves = [](Float a, Float b) {  // a folded to 2 quarters, b folded to 2 quarters
       return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
     };
     Float ab = halves(v[0], v[1]), cd = halves(v[2], v[3]);
     Float quarters = _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
     Float sums = _mm512_add_ps(quarters, _mm512_permute_ps(quarters, 0xb1));  // each twice
-    const __m512i once = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 0, 2, 4, 6, 8, 10, 12, 14);
+    __m512i const once = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 0, 2, 4, 6, 8, 10, 12, 14);
     _mm256_storeu_ps(out, _mm512_castps512_ps256(_mm512_permutexvar_ps(once, sums)));
   }
 
-  static Words load_words(const uint32_t* p) { return _mm512_loadu_si512(p); }
+  static Words load_words(uint32_t const* p) { return _mm512_loadu_si512(p); }
   static Words zero_words() { return _mm512_setzero_si512(); }
   static void transpose(Words (&r)[16]) {
     Words t[16];
@@ -76,20 +76,26 @@ struct Avx512 {
   }
   template <bool kBFloat16>
   static Float low(Words words) {
-    if constexpr (kBFloat16) return _mm512_castsi512_ps(_mm512_slli_epi32(words, 16));
-    else return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(words));
+    if constexpr (kBFloat16)
+      return _mm512_castsi512_ps(_mm512_slli_epi32(words, 16));
+    else
+      return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(words));
   }
   template <bool kBFloat16>
   static Float high(Words words) {
-    if constexpr (kBFloat16) return _mm512_castsi512_ps(_mm512_and_si512(words, _mm512_set1_epi32(-65536)));
-    else return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(words, 16)));
+    if constexpr (kBFloat16)
+      return _mm512_castsi512_ps(_mm512_and_si512(words, _mm512_set1_epi32(-65536)));
+    else
+      return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(words, 16)));
   }
 
   template <bool kBFloat16>
-  static Float widen(const uint16_t* p) {
-    __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-    if constexpr (kBFloat16) return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
-    else return _mm512_cvtph_ps(bits);
+  static Float widen(uint16_t const* p) {
+    __m256i bits = _mm256_loadu_si256(reinterpret_cast<__m256i const*>(p));
+    if constexpr (kBFloat16)
+      return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+    else
+      return _mm512_cvtph_ps(bits);
   }
   template <bool kBFloat16>
   static void narrow(Float v, uint16_t* p) {
@@ -106,17 +112,17 @@ struct Avx512 {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), bits);
   }
   static Float scale(Float v, float factor) { return _mm512_mul_ps(v, _mm512_set1_ps(factor)); }
-  static void permute64(const float* in, const uint8_t* index, float* out) {
+  static void permute64(float const* in, uint8_t const* index, float* out) {
     Float t0 = load(in), t1 = load(in + 16), t2 = load(in + 32), t3 = load(in + 48);
     for (int i = 0; i < 64; i += 16) {
-      Words place = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(index + i)));
-      __mmask16 upper = _mm512_test_epi32_mask(place, _mm512_set1_epi32(32));
+      Words from = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<__m128i const*>(index + i)));
+      __mmask16 upper = _mm512_test_epi32_mask(from, _mm512_set1_epi32(32));
       store(out + i,
-            _mm512_mask_blend_ps(upper, _mm512_permutex2var_ps(t0, place, t1), _mm512_permutex2var_ps(t2, place, t3)));
+            _mm512_mask_blend_ps(upper, _mm512_permutex2var_ps(t0, from, t1), _mm512_permutex2var_ps(t2, from, t3)));
     }
   }
 
-  static uint32_t at_least(const uint16_t* keys, uint16_t threshold) {
+  static uint32_t at_least(uint16_t const* keys, uint16_t threshold) {
     return _mm512_cmpge_epu16_mask(_mm512_loadu_si512(keys), _mm512_set1_epi16(static_cast<short>(threshold)));
   }
 };

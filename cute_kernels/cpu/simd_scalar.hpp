@@ -10,7 +10,7 @@ namespace cute_kernels::cpu {
 namespace {
 
 struct Scalar {
-  static constexpr const char* kName = "scalar";
+  static constexpr char const* kName = "scalar";
   static constexpr int kWidth = 8;
   static constexpr int kAccumulators = 4;  // vectors that may be summed into at a time without spills
   struct Float {
@@ -26,14 +26,14 @@ struct Scalar {
     for (float& x : v.at) x = value;
     return v;
   }
-  static Float load(const float* p) {
+  static Float load(float const* p) {
     Float v;
     std::memcpy(v.at, p, sizeof v.at);
     return v;
   }
   static void store(float* p, Float v) { std::memcpy(p, v.at, sizeof v.at); }
   // A vector that folds to these 8, entry i of the vector to i % 8.
-  static Float load8(const float* p) { return load(p); }
+  static Float load8(float const* p) { return load(p); }
   static void store8(float* p, Float v) { store(p, v); }
   static Float multiply_add(Float a, Float b, Float c) {
     for (int i = 0; i < kWidth; ++i) c.at[i] += a.at[i] * b.at[i];
@@ -45,7 +45,7 @@ struct Scalar {
     return b;
   }
   // The next of p wherever the mask has a bit, 0 elsewhere.
-  static Float expand(const float* p, uint32_t mask) {
+  static Float expand(float const* p, uint32_t mask) {
     Float v;
     for (int i = 0; i < kWidth; ++i) {
       uint32_t bit = (mask >> i) & 1;
@@ -64,13 +64,13 @@ struct Scalar {
 #endif
   }
   // out[2 i], out[2 i + 1]: the sums of the even and of the odd pairs of entries of v[i].
-  static void fold(const Float (&v)[4], float* out) {
+  static void fold(Float const (&v)[4], float* out) {
     for (int i = 0; i < 4; ++i)
       for (int odd = 0; odd < 2; ++odd)
         out[2 * i + odd] = (v[i].at[2 * odd] + v[i].at[2 * odd + 4]) + (v[i].at[2 * odd + 1] + v[i].at[2 * odd + 5]);
   }
 
-  static Words load_words(const uint32_t* p) {
+  static Words load_words(uint32_t const* p) {
     Words v;
     std::memcpy(v.at, p, sizeof v.at);
     return v;
@@ -101,7 +101,7 @@ struct Scalar {
   }
 
   template <bool kBFloat16>
-  static Float widen(const uint16_t* p) {
+  static Float widen(uint16_t const* p) {
     Float v;
     for (int i = 0; i < kWidth; ++i) v.at[i] = kBFloat16 ? bfloat16_to_float(p[i]) : half_to_float(p[i]);
     return v;
@@ -115,12 +115,12 @@ struct Scalar {
     return v;
   }
   // out[i] = in[index[i]], 64 of each.
-  static void permute64(const float* in, const uint8_t* index, float* out) {
+  static void permute64(float const* in, uint8_t const* index, float* out) {
     for (int i = 0; i < 64; ++i) out[i] = in[index[i]];
   }
 
   // Bit i: keys[i] >= threshold; 32 keys below 2^15.
-  static uint32_t at_least(const uint16_t* keys, uint16_t threshold) {
+  static uint32_t at_least(uint16_t const* keys, uint16_t threshold) {
     uint32_t mask = 0;
     for (int i = 0; i < 32; ++i) mask |= static_cast<uint32_t>(keys[i] >= threshold) << i;
     return mask;

@@ -13,12 +13,12 @@ namespace cute_kernels::cpu {
 namespace {
 
 template <class Simd, bool kBFloat16>
-void unpack_values(const uint32_t* values, int rows, const UnpackedTile& tile) {
+void unpack_values(uint32_t const* values, int rows, UnpackedTile const& tile) {
   constexpr int W = Simd::kWidth;
   for (int lane0 = 0; lane0 < kTileLanes; lane0 += W)
     for (int row0 = 0; row0 < rows; row0 += W) {
       typename Simd::Words words[W];  // row row0 + i of W lanes, then lane lane0 + i of W rows
-      const uint32_t* block = values + row0 * kTileLanes + lane0;
+      uint32_t const* block = values + row0 * kTileLanes + lane0;
       if (row0 + W <= rows) {
         for (int i = 0; i < W; ++i) words[i] = Simd::load_words(block + i * kTileLanes);
       } else {
@@ -35,23 +35,18 @@ void unpack_values(const uint32_t* values, int rows, const UnpackedTile& tile) {
 }
 
 template <class Simd>
-void unpack(const uint32_t* block, int bitmap_rows, int value_rows, bool bfloat16, const UnpackedTile& tile) {
-  const int words = bitmap_rows * kTileLanes;
-  for (int row = 0; row < bitmap_rows; ++row) {
-    uint16_t* masks = tile.masks + row * kTileStreams * kTileLanes;
-    for (int lane = 0; lane < kTileLanes; ++lane) {
-      uint32_t bits = shuffle_bits(block[row * kTileLanes + lane]);
-      masks[lane] = static_cast<uint16_t>(bits);
-      masks[kTileLanes + lane] = static_cast<uint16_t>(bits >> 16);
-    }
-  }
-  if (bfloat16) unpack_values<Simd, true>(block + words, value_rows, tile);
-  else unpack_values<Simd, false>(block + words, value_rows, tile);
+void unpack(uint32_t const* block, int bitmap_rows, int value_rows, bool bfloat16, UnpackedTile const& tile) {
+  int const words = bitmap_rows * kTileLanes;
+  unpack_masks(block, bitmap_rows, tile.masks);
+  if (bfloat16)
+    unpack_values<Simd, true>(block + words, value_rows, tile);
+  else
+    unpack_values<Simd, false>(block + words, value_rows, tile);
 }
 
 // Calls f(vector index, vector) for the entries that one bitmap word covers and moves `next` behind them.
 template <class Simd, class F>
-inline void expand_word(const float*& next, uint32_t mask, F&& f) {
+inline void expand_word(float const*& next, uint32_t mask, F&& f) {
   constexpr int W = Simd::kWidth;
   for (int part = 0; part < kMaskEntries / W; ++part) {
     uint32_t bits = (mask >> (part * W)) & ((1u << W) - 1);
@@ -74,43 +69,48 @@ struct ValueShape {
 
 // Numbers of a query row in the panel and in the sums.
 template <class Shape>
-constexpr int panel_size() { return kTileColumns * kTileStreams * Shape::kWords * kMaskEntries; }
+constexpr int panel_size() {
+  return kTileColumns * kTileStreams * Shape::kWords * kMaskEntries;
+}
 template <class Shape>
-constexpr int sums_size() { return kTileRows * Shape::kBlocks * (Shape::kIsKey ? 2 : kSumWidth); }
+constexpr int sums_size() {
+  return kTileRows * Shape::kBlocks * (Shape::kIsKey ? 2 : kSumWidth);
+}
 
-// N rows of the panel, C blocks at a time. The sums of keys are complete with the tile and leave folded; those of
-// values go on with the next tile in kSumWidth parts.
+// N rows of the panel, C blocks at a time. The sums of keys are complete after one tile and are stored folded; those
+// of values are continued by the next tile, in kSumWidth parts.
 template <class Simd, class Shape, int N, int C>
-void multiply(const UnpackedTile& tile, const float* panel, float* sums) {
+void multiply(UnpackedTile const& tile, float const* panel, float* sums) {
   using Float = typename Simd::Float;
   constexpr int kWords = Shape::kWords, kBlocks = Shape::kBlocks, kParts = kMaskEntries / Simd::kWidth;
   constexpr int kPanel = panel_size<Shape>(), kSums = sums_size<Shape>();
   static_assert(kBlocks % C == 0);
   for (int row = 0; row < kTileRows; ++row) {
-    // The next value of each stream. The loops over streams are unrolled so that these stay in registers: to store
-    // where each stream stands after C blocks, and to load it again, costs 10 %.
-    const float* next[kTileColumns * kTileStreams];
+    // The next value of each stream. The loops over streams are unrolled so that these pointers stay in registers.
+    float const* next[kTileColumns * kTileStreams];
     next[0] = tile.streams + row * kTileColumns * kTileStreams * tile.stride;
 #pragma GCC unroll 8
     for (int i = 1; i < kTileColumns * kTileStreams; ++i) next[i] = next[i - 1] + tile.stride;
 #pragma GCC unroll 1
     for (int c0 = 0; c0 < kBlocks; c0 += C) {
       Float sum[N * C];
-      [[maybe_unused]] auto place = [&](int i) {  // of values: where sum[i] lies
+      [[maybe_unused]] auto at = [&](int i) {  // of values: where sum[i] is kept
         return sums + i / C * kSums + (row * kBlocks + c0 + i % C) * kSumWidth;
       };
       for (int i = 0; i < N * C; ++i) {
-        if constexpr (Shape::kIsKey) sum[i] = Simd::zero();
-        else sum[i] = Simd::load8(place(i));
+        if constexpr (Shape::kIsKey)
+          sum[i] = Simd::zero();
+        else
+          sum[i] = Simd::load8(at(i));
       }
 #pragma GCC unroll 4
       for (int column = 0; column < kTileColumns; ++column) {
 #pragma GCC unroll 2
         for (int s = 0; s < kTileStreams; ++s) {
-          const uint16_t* masks =
+          uint16_t const* masks =
               tile.masks + (c0 * kWords * kTileStreams + s) * kTileLanes + row * kTileColumns + column;
-          const float*& values = next[column * kTileStreams + s];
-          const float* operand = panel + (column * kTileStreams + s) * kWords * kMaskEntries;
+          float const*& values = next[column * kTileStreams + s];
+          float const* operand = panel + (column * kTileStreams + s) * kWords * kMaskEntries;
 #pragma GCC unroll 16
           for (int c = 0; c < C; ++c)
 #pragma GCC unroll 4
@@ -137,14 +137,14 @@ void multiply(const UnpackedTile& tile, const float* panel, float* sums) {
           }
         }
       } else {
-        for (int i = 0; i < N * C; ++i) Simd::store8(place(i), sum[i]);
+        for (int i = 0; i < N * C; ++i) Simd::store8(at(i), sum[i]);
       }
     }
   }
 }
 
 template <class Simd, class Shape>
-void multiply_rows(const UnpackedTile& tile, const float* panel, int rows, float* sums) {
+void multiply_rows(UnpackedTile const& tile, float const* panel, int rows, float* sums) {
   for_row_blocks<kMaxRows>(rows, [&](int row, auto n) {
     constexpr int N = decltype(n)::value, kFit = Simd::kAccumulators / N;
     constexpr int C = kFit < 1 ? 1 : kFit > Shape::kBlocks ? Shape::kBlocks : kFit;
@@ -153,27 +153,33 @@ void multiply_rows(const UnpackedTile& tile, const float* panel, int rows, float
 }
 
 template <class Simd, template <int> class Shape>
-void multiply_any(const UnpackedTile& tile, int head_dim, const float* panel, int rows, float* sums) {
-  auto f = head_dim == 64    ? multiply_rows<Simd, Shape<64>>
-           : head_dim == 128 ? multiply_rows<Simd, Shape<128>>
-                             : multiply_rows<Simd, Shape<256>>;
-  f(tile, panel, rows, sums);
+void multiply_any(UnpackedTile const& tile, int head_dim, float const* panel, int rows, float* sums) {
+  switch (head_dim) {
+    case 64:
+      return multiply_rows<Simd, Shape<64>>(tile, panel, rows, sums);
+    case 128:
+      return multiply_rows<Simd, Shape<128>>(tile, panel, rows, sums);
+    case 256:
+      return multiply_rows<Simd, Shape<256>>(tile, panel, rows, sums);
+  }
+  throw_head_dim(head_dim);
 }
 
 template <class Simd>
 constexpr Kernels make_kernels() {
-  return {Simd::kName,
-          unpack<Simd>,
-          multiply_any<Simd, KeyShape>,
-          store_logits<Simd>,
-          make_weights<Simd>,
-          multiply_any<Simd, ValueShape>,
-          select_row<Simd>,
-          softmax<Simd>,
-          widen<Simd>,
-          dense_logits<Simd>,
-          dense_values<Simd>,
-          nullptr};
+  Kernels kernels{};
+  kernels.name = Simd::kName;
+  kernels.unpack = unpack<Simd>;
+  kernels.multiply_keys = multiply_any<Simd, KeyShape>;
+  kernels.store_logits = store_logits<Simd>;
+  kernels.make_weights = make_weights<Simd>;
+  kernels.multiply_values = multiply_any<Simd, ValueShape>;
+  kernels.select_row = select_row<Simd>;
+  kernels.softmax = softmax<Simd>;
+  kernels.widen = widen<Simd>;
+  kernels.dense_logits = dense_logits<Simd>;
+  kernels.dense_values = dense_values<Simd>;
+  return kernels;
 }
 
 }  // namespace

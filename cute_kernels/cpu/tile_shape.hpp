@@ -17,7 +17,7 @@ constexpr int kMaxRows = 4;       // query rows in registers at a time
 
 // Bits of a bitmap word, or of a vector of them, in stream order: entry k of stream s has bit 8 * (k % 4) + 2 * (k / 4)
 // + s and gets bit 16 s + k. Both numbers hold the same 5 bits in another order, and every step exchanges two of them.
-// exchange(word, shift, mask): the bits under the mask with those that lie `shift` above.
+// exchange(word, shift, mask): the bits under the mask with those `shift` above.
 template <class Word, class Exchange>
 inline Word shuffle_bits(Word w, Exchange&& exchange) {
   w = exchange(w, std::integral_constant<int, 15>{}, 0x0000aaaau);
@@ -30,6 +30,16 @@ inline uint32_t shuffle_bits(uint32_t word) {
     uint32_t t = (w ^ (w >> shift())) & mask;
     return w ^ t ^ (t << shift());
   });
+}
+
+// The bitmap words of a block as UnpackedTile::masks.
+inline void unpack_masks(uint32_t const* block, int bitmap_rows, uint16_t* masks) {
+  for (int row = 0; row < bitmap_rows; ++row, masks += kTileStreams * kTileLanes)
+    for (int lane = 0; lane < kTileLanes; ++lane) {
+      uint32_t bits = shuffle_bits(block[row * kTileLanes + lane]);
+      masks[lane] = static_cast<uint16_t>(bits);
+      masks[kTileLanes + lane] = static_cast<uint16_t>(bits >> 16);
+    }
 }
 
 // Blocks of up to Most rows; the rest in blocks of half the size, and so on.

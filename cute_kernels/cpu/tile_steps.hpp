@@ -1,5 +1,5 @@
 // The steps of compression for one tile, which contiguous caches and pools of pages share. Masks of a token are
-// padded / 32 words, positions the element_table of the tile's role.
+// padded / 32 words. A dense tile is (64, padded) in position order, the codomain of the tile format's element_layout.
 #pragma once
 
 #include <cstdint>
@@ -10,22 +10,23 @@
 namespace cute_kernels::cpu {
 
 // Nonzeros in every class of 64 tokens, `stride` bytes from one to the next; zeros for those beyond `tokens`.
-void count_classes(const uint32_t* masks, int64_t tokens, const uint8_t* channel_order, int padded, uint8_t* counts,
+void count_classes(uint32_t const* masks, int64_t tokens, uint8_t const* channel_order, int padded, uint8_t* counts,
                    int stride);
 
-// A tile of `x` in position order, (64, padded), with zeros for what its tokens' masks leave out.
-void gather_tile(const DenseView& x, int64_t head, int64_t first_token, const uint32_t* masks,
-                 const uint8_t* token_order, const uint8_t* channel_order, int padded, uint16_t* dense);
+// The dense tile of `x`; elements that are not in the masks are zeros.
+void gather_tile(DenseView const& x, int64_t head, int64_t first_token, uint32_t const* masks,
+                 uint8_t const* token_order, uint8_t const* channel_order, int padded, uint16_t* dense);
 
 // Drops, of every stream longer than `most`, the values of least magnitude, of equal ones the later. How many.
-int trim_streams(uint16_t* dense, const uint16_t* positions, int padded, int most, DType dtype);
+int trim_streams(SparseView const& view, int most, uint16_t* dense);
 
-// `rows` of the block, bitmap rows included.
-void write_block(const uint16_t* dense, const uint16_t* positions, int padded, int rows, uint32_t* block);
-void read_block(const uint32_t* block, const uint16_t* positions, int padded, int rows, uint16_t* dense);
+// A dense tile to the `rows` rows of its block in the view's codec, and back. Values that the codec stores as zero are
+// left out of the block.
+void write_block(SparseView const& view, uint16_t const* dense, int rows, uint32_t* block);
+void read_block(SparseView const& view, uint32_t const* block, int rows, uint16_t* dense);
 
-// The first `tokens` of a tile in position order to (tokens, head_dim).
-void scatter_tile(const uint16_t* dense, const uint8_t* token_order, const uint8_t* channel_order, int padded,
+// The first `tokens` of a dense tile to (tokens, head_dim).
+void scatter_tile(uint16_t const* dense, uint8_t const* token_order, uint8_t const* channel_order, int padded,
                   int head_dim, int64_t tokens, uint16_t* out);
 
 }  // namespace cute_kernels::cpu

@@ -10,7 +10,7 @@ namespace cute_kernels::cpu {
 // Sums of a block of query rows over the tiles of a KV head; one thread's.
 class ValueSums {
  public:
-  ValueSums(const Kernels& isa, const SparseView& view, DType weight_dtype, int64_t rows_at_most)
+  ValueSums(Kernels const& isa, SparseView const& view, DType weight_dtype, int64_t rows_at_most)
       : isa_(isa),
         pairs_(pair_kernels(isa, view)),
         view_(view),
@@ -25,7 +25,7 @@ class ValueSums {
         pair_sums_(pairs_ ? rows_at_most * row_sums() : 0) {
     for (int i = 0; i < panel_size_ / kStreams; ++i)
       for (int s = 0; s < kStreams; ++s) {
-        const int column = i / layout_.entries, entry = pair_slot_entry(pair_value_slot(i % layout_.entries));
+        int const column = i / layout_.entries, entry = pair_entry(pair_value_index(i % layout_.entries));
         pair_position_.push_back(layout_.operand_position[(column * kStreams + s) * layout_.entries + entry]);
       }
   }
@@ -43,20 +43,20 @@ class ValueSums {
       return;
     }
     for (int n = 0; n < rows; ++n) load_panel(n, row(n));
-    const UnpackedTile unpacked = scratch_.unpack(isa_, view_, tile_index, next_tile);
+    UnpackedTile const unpacked = scratch_.unpack(isa_, view_, tile_index, next_tile);
     begin(any_floats_, sums_, rows);
     isa_.multiply_values(unpacked, view_.padded_head_dim, panel_.data(), rows, sums_.data());
   }
 
-  // As `add`, but row n sees the first visible[n] tokens alone: the others are taken out of the tile. A weight of 0
-  // would not silence a NaN or an infinity.
+  // As `add`, but row n sees the first visible[n] tokens only: the values of the others are zeroed. A weight of 0 times
+  // a NaN or an infinity would be NaN.
   template <class Weights>
-  void add_visible(int64_t tile_index, int rows, const int* visible, Weights&& weights) {
-    const UnpackedTile unpacked = scratch_.unpack(isa_, view_, tile_index, -1);
+  void add_visible(int64_t tile_index, int rows, int const* visible, Weights&& weights) {
+    UnpackedTile const unpacked = scratch_.unpack(isa_, view_, tile_index, -1);
     begin(any_floats_, sums_, rows);
     for (int count = format::kTileTokens; count > 0; --count) {
       if (std::find(visible, visible + rows, count) == visible + rows) continue;
-      remove_from(count, tile_index, unpacked);
+      zero_values(count, tile_index, unpacked);
       for (int n = 0; n < rows; ++n) {
         if (visible[n] != count) continue;
         load_panel(n, weight_row(tile_index, count, weights(n)));
@@ -66,31 +66,31 @@ class ValueSums {
     }
   }
 
-  // Multiplies what row n has so far.
+  // Multiplies the sums of row n.
   void scale(int n, float factor) {
     for (auto [any, sums] : {std::pair(any_floats_, sums_.data()), std::pair(any_pairs_, pair_sums_.data())})
       for (int64_t i = n * row_sums(); any && i < (n + 1) * row_sums(); ++i) sums[i] *= factor;
   }
 
   // out (rows, padded_head_dim), by channel: overwritten.
-  void store(const uint8_t* channel_order, int rows, float* out) {
+  void store(uint8_t const* channel_order, int rows, float* out) {
     std::fill_n(out, int64_t{rows} * view_.padded_head_dim, 0.f);
     if (any_floats_) add_by_channel(sums_.data(), channel_order, rows, out);
     if (any_pairs_) add_by_channel(pair_sums_.data(), channel_order, rows, out);
   }
 
  private:
-  WeightRow weight_row(int64_t tile_index, int valid, const void* weights) const {
+  WeightRow weight_row(int64_t tile_index, int valid, void const* weights) const {
     return {weights, to_number(weight_dtype_), valid, view_.token_order + tile_index * format::kTileTokens};
   }
 
-  void load_panel(int n, const WeightRow& row) {
+  void load_panel(int n, WeightRow const& row) {
     isa_.make_weights(row, layout_.operand_position.data(), panel_.data() + n * panel_size_);
   }
 
   template <class Row>
   bool load_pair_panel(int rows, Row&& row) {
-    const int row_size = parts_ * panel_size_ / kStreams;
+    int const row_size = parts_ * panel_size_ / kStreams;
     for (int n = 0; n < rows; ++n)
       if (!pairs_->make_weights(row(n), pair_position_.data(), parts_, pair_panel_.data() + n * row_size)) return false;
     return true;
@@ -101,18 +101,18 @@ class ValueSums {
     any = true;
   }
 
-  // Zeros in the place of the values of tokens from `count` on.
-  void remove_from(int count, int64_t tile_index, const UnpackedTile& tile) const {
-    const std::vector<uint16_t>& position = element_table(Role::kValue, view_.padded_head_dim);
-    const uint8_t* token_order = view_.token_order + tile_index * format::kTileTokens;
-    const int elements = format::lane_elements(view_.padded_head_dim), entries = layout_.entries;
+  // Zeros the values of tokens from `count` on.
+  void zero_values(int count, int64_t tile_index, UnpackedTile const& tile) const {
+    std::vector<uint16_t> const& position = element_table(Role::kValue, view_.padded_head_dim);
+    uint8_t const* token_order = view_.token_order + tile_index * format::kTileTokens;
+    int const elements = TileFormat::lane_elements(view_.padded_head_dim), entries = layout_.entries;
     for (int lane = 0; lane < format::kLanes; ++lane)
       for (int s = 0; s < kStreams; ++s) {
         float* value = tile.streams + (lane * kStreams + s) * tile.stride;
         for (int entry = 0; entry < elements / kStreams; ++entry) {
-          const int mask = tile.masks[(entry / entries * kStreams + s) * format::kLanes + lane];
+          int const mask = tile.masks[(entry / entries * kStreams + s) * format::kLanes + lane];
           if (!(mask >> entry % entries & 1)) continue;
-          const int token_position = position[lane * elements + kStreams * entry + s] / view_.padded_head_dim;
+          int const token_position = position[lane * elements + kStreams * entry + s] / view_.padded_head_dim;
           if (token_order[token_position] >= count) *value = 0.f;
           ++value;
         }
@@ -122,7 +122,7 @@ class ValueSums {
   int64_t row_sums() const { return int64_t{kLaneRows} * layout_.blocks * kSumWidth; }
 
   // sums (rows, [row][c][kSumWidth]).
-  void add_by_channel(const float* sums, const uint8_t* channel_order, int rows, float* out) const {
+  void add_by_channel(float const* sums, uint8_t const* channel_order, int rows, float* out) const {
     for (int n = 0; n < rows; ++n, out += view_.padded_head_dim)
       for (int i = 0; i < kLaneRows * layout_.blocks; ++i, sums += kSumWidth) {
         float four[4] = {};
@@ -133,11 +133,11 @@ class ValueSums {
       }
   }
 
-  const Kernels& isa_;
-  const PairKernels* pairs_;
-  const SparseView& view_;
+  Kernels const& isa_;
+  PairKernels const* pairs_;
+  SparseView const& view_;
   DType weight_dtype_;
-  const ProductLayout& layout_;
+  ProductLayout const& layout_;
   int panel_size_, parts_;  // panel_size_: of a row
   TileScratch scratch_;
   AlignedArray<float> panel_;
@@ -148,7 +148,7 @@ class ValueSums {
 };
 
 // One row of results, rounded to `dtype`.
-inline void store_row(const float* in, int count, DType dtype, uint16_t* out) {
+inline void store_row(float const* in, int count, DType dtype, uint16_t* out) {
   if (dtype == DType::kBFloat16)
     for (int i = 0; i < count; ++i) out[i] = float_to_bfloat16(in[i]);
   else

@@ -1,53 +1,12 @@
-#include "cute_kernels/attention/combine.hpp"
-#include "cute_kernels/attention/launch.hpp"
-#include "cute_kernels/attention/stage.hpp"
 #include "cute_kernels/dispatch/attention.hpp"
-#include "cute_kernels/dispatch/device.hpp"
+#include "cute_kernels/dispatch/heuristics.hpp"
+#include "cute_kernels/dispatch/kernels.hpp"
+#include "cute_kernels/schedule/schedule.hpp"
 
 namespace cute_kernels::dispatch {
 namespace {
 
 using attention::Params;
-
-struct AttentionKernels {
-  matmul::KernelLimits (*limits)(format::DType, int);
-  void (*launch)(Params const&, matmul::Config const&, cudaStream_t);
-};
-
-template <int kHeadDim>
-AttentionKernels kernels_for(std::string const& backend) {
-#if CUTE_KERNELS_HAVE_SM90A
-  if (backend == "sm90") return {attention::sm90::limits<kHeadDim>, attention::sm90::launch<kHeadDim>};
-#endif
-#if CUTE_KERNELS_HAVE_SM80
-  return {attention::sm80::limits<kHeadDim>, attention::sm80::launch<kHeadDim>};
-#endif
-}
-
-AttentionKernels find_kernels(std::string const& backend, int padded_head_dim, DeviceLimits const& device) {
-  require_backend(backend, device);
-  switch (padded_head_dim) {
-    case 64:
-      return kernels_for<64>(backend);
-    case 128:
-      return kernels_for<128>(backend);
-    case 256:
-      return kernels_for<256>(backend);
-    default:
-      throw std::runtime_error("head_dim " + std::to_string(padded_head_dim) + " is not instantiated");
-  }
-}
-
-// How query rows are cut: into blocks of n.
-struct Rows {
-  int group, rows, n, blocks;
-
-  Rows(format::SparseView const& keys, int q_heads, int q_tokens) : group(q_heads / keys.kv_heads) {
-    rows = group * q_tokens;
-    for (n = 8; n < rows && n < attention::max_rows(keys.padded_head_dim);) n *= 2;
-    blocks = (rows + n - 1) / n;
-  }
-};
 
 struct WindowAccess {
   bool vectorized, staged;
@@ -68,74 +27,113 @@ WindowAccess window_access(attention::Problem const& problem) {
   return {vectorized, vectorized && contiguous && in_vectors(window.values, window.value_strides)};
 }
 
-void check_sizes(attention::Problem const& problem, int64_t places) {
-  if (places > INT32_MAX / 2) throw std::runtime_error("the call has more than 2^30 tiles of work; split the batch");
+void check_sizes(attention::Problem const& problem, int64_t cost) {
+  if (cost > INT32_MAX / 2) throw std::runtime_error("the call has more than 2^30 tiles of work; split the batch");
   auto reach = [&](int64_t const* strides) { return int64_t{problem.window.tokens} * strides[2]; };
   if (reach(problem.window.key_strides) > INT32_MAX || reach(problem.window.value_strides) > INT32_MAX)
     throw std::runtime_error("the tokens of a window lie 2^31 elements apart or more; pass a contiguous one");
 }
 
-}  // namespace
+// All of the schedule but its partition. Returns the cost of all work tiles.
+int64_t describe_work(attention::Problem const& problem, int row_blocks, schedule::Params& schedule) {
+  format::SparseView const& keys = problem.keys;
+  schedule.batch = problem.batch;
+  schedule.kv_heads = keys.kv_heads;
+  schedule.tokens = static_cast<int>(keys.tokens);
+  schedule.window_tokens = problem.window.tokens;
+  schedule.sequences = problem.sequences;
+  schedule.lengths = problem.lengths;
+  schedule.window_lengths = problem.window.lengths;
+  schedule.variable_length = problem.lengths || (problem.window.tokens > 0 && problem.window.lengths);
+  int64_t tiles = schedule::kv_tiles_of(keys.tokens, problem.window.tokens);
+  int64_t cost = tiles + schedule::attention_work_tile_cost(schedule.variable_length);
+  int64_t all = int64_t{problem.batch} * keys.kv_heads * row_blocks * cost;
+  check_sizes(problem, all);
+  schedule.tiles_per_work_tile = cutlass::FastDivmod(static_cast<int>(tiles));
+  schedule.cost_per_work_tile = cutlass::FastDivmod(static_cast<int>(cost));
+  schedule.work_tiles_per_row = cutlass::FastDivmod(keys.kv_heads * row_blocks);
+  schedule.row_blocks = cutlass::FastDivmod(row_blocks);
+  return all;
+}
 
-void run(attention::Problem const& problem, Workspace const& workspace, std::string const& backend,
-         cudaStream_t stream) {
+// Cuts the work into the splits of a configuration. cost: of all work tiles.
+void partition_work(pipeline::Config const& config, int64_t cost, schedule::Params& schedule) {
+  schedule.workers = config.workers;
+  schedule.by_work_tile = config.splits_per_work_tile > 0;
+  int splits = schedule.by_work_tile ? config.splits_per_work_tile : config.ctas * config.workers;
+  schedule.splits = cutlass::FastDivmod(splits);
+  int total = static_cast<int>(cost),
+      window_tiles = static_cast<int>(schedule::window_tiles_of(schedule.window_tokens));
+  if (schedule.by_work_tile) {
+    int tiles = static_cast<int>(schedule::tiles_of(schedule.tokens));
+    schedule.window_tile_cost = schedule::window_tile_cost(tiles, window_tiles, splits);
+    total = tiles + schedule.window_tile_cost * window_tiles;
+  }
+  schedule.partition = schedule::make_partition(total, schedule.splits);
+  schedule::WorkTilePartition work_tile{schedule.splits, schedule.partition, window_tiles, schedule.window_tile_cost};
+  schedule.longest_split = schedule.by_work_tile ? work_tile.longest() : schedule.partition.longest();
+}
+
+void run_with(Kernels<Params> const& kernels, attention::Problem const& problem, Workspace const& workspace,
+              DeviceLimits const& device, Tuning const& tuning, cudaStream_t stream) {
   format::SparseView const &keys = problem.keys, &values = problem.values;
-  DeviceLimits device = current_device();
-  AttentionKernels kernels = find_kernels(backend, keys.padded_head_dim, device);
-  Rows rows(keys, problem.q_heads, problem.q_tokens);
-
   Params params{};
   static_cast<attention::Problem&>(params) = problem;
   constexpr float kLog2E = 1.44269504088896f;
   params.scale_log2 = problem.scale * kLog2E;
-  params.rows = rows.rows;
-  params.group = rows.group;
-  params.ragged = problem.lengths || (problem.window.tokens > 0 && problem.window.lengths);
-  params.own_orders = keys.token_order != values.token_order;
-  params.erases = problem.lengths && !keys.pages.table;  // sequences in pages end with a tile
-  params.plain = !params.ragged && !params.own_orders && !keys.pages.table && !problem.sequences;
-
-  int64_t segments = int64_t{problem.batch} * keys.kv_heads * rows.blocks;
-  int64_t units_each = attention::units_of(keys.tokens, problem.window.tokens), units = segments * units_each;
-  int64_t places_each = units_each + attention::segment_places(params.ragged), places = segments * places_each;
-  check_sizes(problem, places);
-  int tiles = static_cast<int>(attention::tiles_of(keys.tokens));
-  int window_units = static_cast<int>(attention::window_units_of(problem.window.tokens));
-  params.units_per_segment = cutlass::FastDivmod(static_cast<int>(units_each));
-  params.places_per_segment = cutlass::FastDivmod(static_cast<int>(places_each));
-  params.row_segments = cutlass::FastDivmod(keys.kv_heads * rows.blocks);
-  params.row_blocks = cutlass::FastDivmod(rows.blocks);
+  params.group = problem.q_heads / keys.kv_heads;
   params.query_tokens = cutlass::FastDivmod(problem.q_tokens);
+  schedule::Params& schedule = params.schedule;
+  schedule.rows = params.group * problem.q_tokens;
+  int n = kernels.rows_per_pass(schedule.rows), row_blocks = (schedule.rows + n - 1) / n;
+  int64_t cost = describe_work(problem, row_blocks, schedule);
+  params.separate_orders = keys.token_order != values.token_order;
+  params.zero_masked = problem.lengths && !keys.pages.table;  // sequences in pages end with a tile
+  params.uniform = !schedule.variable_length && !params.separate_orders && !keys.pages.table && !problem.sequences;
 
-  matmul::KernelLimits limits = kernels.limits(keys.dtype, rows.n);
-  params.line_bytes = attention::line_bytes(params.ragged, problem.batch);
-  limits.fixed_shared_bytes += params.line_bytes;
+  if (values.codec != keys.codec)
+    throw std::runtime_error(std::string("GPU kernels take keys and values in one codec, not ") +
+                             format::codec_name(keys.codec) + " and " + format::codec_name(values.codec));
+  pipeline::KernelLimits limits = kernels.launcher.limits(keys.codec, n);
+  params.schedule_bytes = schedule::shared_bytes(schedule.variable_length, problem.batch);
+  limits.fixed_shared_bytes += params.schedule_bytes;
   WindowAccess access = window_access(problem);
   params.window_vectorized = access.vectorized;
   bool has_window = problem.window.tokens > 0;
-  // By producers, with bulk copies. Segments without any token read an empty stage too.
+  // By producers, with bulk copies. Work tiles without any token read an empty stage too.
   params.window_staged = !has_window || (access.staged && limits.one_ring);
   if (has_window && params.window_staged)
-    limits.min_block_bytes = std::max(limits.min_block_bytes, attention::kWindowUnitTokens * keys.head_dim * 2);
-  Plan plan = choose_plan(device, limits, rows.n, rows.rows, std::max(keys.max_tile_rows, values.max_tile_rows),
-                          attention::kStageOrders * attention::kOrderBytes, 0, units, tuning);
+    limits.min_block_bytes = std::max(limits.min_block_bytes, schedule::kWindowTileTokens * keys.head_dim * 2);
+  int64_t work_tiles = schedule.work_tiles();
+  Plan plan = choose_plan(device, limits, n, schedule.rows, std::max(keys.max_tile_rows, values.max_tile_rows),
+                          attention::kStageOrders * attention::kOrderBytes, 0,
+                          work_tiles * schedule.tiles_per_work_tile.divisor, tuning);
   if (problem.num_splits > 0)
-    plan.config.ctas = static_cast<int>(std::min<int64_t>(plan.config.ctas, problem.num_splits * segments));
-  else if (limits.joins_segments && !params.ragged && tiles > 0)
-    cut_by_segments(device, static_cast<int>(segments), tiles, plan.config);
-  params.by_segments = plan.config.segment_pieces > 0;
-  params.workers = plan.config.workers;
-  int pieces = params.by_segments ? plan.config.segment_pieces : plan.config.ctas * plan.config.workers;
-  params.pieces = cutlass::FastDivmod(pieces);
-  params.window_places = params.by_segments ? attention::window_places(tiles, window_units, pieces) : 0;
-  params.cut.all = params.by_segments ? tiles + params.window_places * window_units : static_cast<int>(places);
-  params.pieces(params.cut.piece, params.cut.spare, params.cut.all);
-  attention::SegmentCut segment_cut{params.pieces, params.cut, window_units, params.window_places};
-  params.longest = params.by_segments ? segment_cut.longest() : params.cut.longest();
+    plan.config.ctas = static_cast<int>(std::min<int64_t>(plan.config.ctas, problem.num_splits * work_tiles));
+  else if (limits.combines_in_cluster && !schedule.variable_length && keys.tokens > 0)
+    partition_by_work_tile(device, static_cast<int>(work_tiles), static_cast<int>(schedule::tiles_of(keys.tokens)),
+                           plan.config);
+  partition_work(plan.config, cost, schedule);
   params.stages = plan.stages;
-  if (!params.by_segments)
-    params.partials = workspace((pieces + segments) * attention::partial_bytes(rows.n, keys.padded_head_dim));
-  kernels.launch(params, plan.config, stream);
+  params.output.out = problem.out;
+  params.output.lse = problem.lse;
+  params.output.channel_order = values.channel_order;
+  params.output.head_dim = values.head_dim;
+  params.output.vectors = reduce::partial_vectors(schedule.rows);
+  if (!schedule.by_work_tile)
+    params.output.partials = workspace(reduce::max_partials(schedule.splits.divisor, work_tiles) *
+                                       attention::partial_bytes(n, keys.padded_head_dim));
+  kernels.launcher.launch(params, plan.config, stream);
+}
+
+}  // namespace
+
+void run(attention::Problem const& problem, Workspace const& workspace, std::string const& backend,
+         Tuning const& tuning, cudaStream_t stream) {
+  DeviceLimits device = current_device();
+  visit_backend(backend, problem.keys.padded_head_dim, device, [&](auto kernels) {
+    run_with(decltype(kernels)::attention_kernels(), problem, workspace, device, tuning, stream);
+  });
 }
 
 }  // namespace cute_kernels::dispatch

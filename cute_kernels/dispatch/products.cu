@@ -1,129 +1,101 @@
-#include "cute_kernels/common/numeric.hpp"
-#include "cute_kernels/dispatch/device.hpp"
+#include "cute_kernels/dispatch/heuristics.hpp"
+#include "cute_kernels/dispatch/kernels.hpp"
 #include "cute_kernels/dispatch/products.hpp"
-#include "cute_kernels/matmul/combine.hpp"
-#include "cute_kernels/matmul/stage.hpp"
+#include "cute_kernels/ops/product/stage.hpp"
 
 namespace cute_kernels::dispatch {
 namespace {
 
-using format::Role;
-
-struct Kernels {
-  int max_rows;    // query rows a pass takes at most
-  int max_shares;  // that a CTA leaves of a segment for the combine of sparse_av
-  matmul::KernelLimits (*limits)(format::DType, int);
-  void (*launch)(matmul::Params const&, matmul::Config const&, cudaStream_t);
-
-  // The smallest instantiated N that holds all rows, or the largest.
-  int rows_a_pass(int rows) const {
-    int n = 8;
-    while (n < rows && n < max_rows) n *= 2;
-    return n;
-  }
-};
-
-struct Sm80 {
-  template <Role kRole, int kHeadDim>
-  static Kernels kernels() {
-    return {16, 1, matmul::sm80::limits<kRole, kHeadDim>, matmul::sm80::launch<kRole, kHeadDim>};
-  }
-};
-
-struct Sm90 {
-  template <Role kRole, int kHeadDim>
-  static Kernels kernels() {
-    return {64, 4, matmul::sm90::limits<kRole, kHeadDim>, matmul::sm90::launch<kRole, kHeadDim>};
-  }
-};
-
-template <class Arch, Role kRole>
-Kernels kernels_for_head_dim(int padded_head_dim) {
-  switch (padded_head_dim) {
-    case 64:
-      return Arch::template kernels<kRole, 64>();
-    case 128:
-      return Arch::template kernels<kRole, 128>();
-    case 256:
-      return Arch::template kernels<kRole, 256>();
-    default:
-      throw std::runtime_error("head_dim " + std::to_string(padded_head_dim) + " is not instantiated");
-  }
-}
-
-template <class Arch>
-Kernels kernels_for_view(format::SparseView const& view) {
-  return view.role == Role::kKey ? kernels_for_head_dim<Arch, Role::kKey>(view.padded_head_dim)
-                                 : kernels_for_head_dim<Arch, Role::kValue>(view.padded_head_dim);
-}
-
-Kernels find_kernels(std::string const& backend, format::SparseView const& view, DeviceLimits const& device) {
-  require_backend(backend, device);
-#if CUTE_KERNELS_HAVE_SM90A
-  if (backend == "sm90") return kernels_for_view<Sm90>(view);
-#endif
-#if CUTE_KERNELS_HAVE_SM80
-  return kernels_for_view<Sm80>(view);
-#endif
-}
+using format::SparseView;
 
 bool is_aligned(void const* pointer, int bytes) { return reinterpret_cast<uintptr_t>(pointer) % bytes == 0; }
 
-// May the kernel move 16 bytes of p, or four logits, at a time?
-bool vectorizes(Product const& p) {
-  if (p.sparse.role == Role::kKey) return p.sparse.tokens % 4 == 0 && is_aligned(p.out, 4 * dtype_bytes(p.out_dtype));
-  int elements = 16 / dtype_bytes(p.dense.dtype);
-  return is_aligned(p.dense.data, 16) && p.dense.stride_batch % elements == 0 && p.dense.stride_head % elements == 0 &&
-         p.dense.stride_token % elements == 0;
+// May logits be written four at a time?
+bool stores_vectors(Product const& p) {
+  return p.sparse.tokens % 4 == 0 && is_aligned(p.out, 4 * dtype_bytes(p.out_dtype));
+}
+
+// Does every row of p start on 16 bytes?
+bool loads_vectors(product::DenseOperand const& p) {
+  int elements = 16 / dtype_bytes(p.dtype);
+  return is_aligned(p.data, 16) && p.stride_batch % elements == 0 && p.stride_head % elements == 0 &&
+         p.stride_token % elements == 0;
+}
+
+// Fills in what both products share, and returns how the kernel is laid over the device.
+template <class Params>
+Plan plan_product(Product const& product, Kernels<Params> const& kernels, int dense_row_bytes,
+                  DeviceLimits const& device, Tuning const& tuning, Params& params) {
+  SparseView const& view = product.sparse;
+  int group = product.query_heads / view.kv_heads, rows = group * product.query_tokens;
+  int n = kernels.rows_per_pass(rows), row_blocks = (rows + n - 1) / n;
+  int64_t tiles = view.tiles() * row_blocks;
+  if (tiles > INT32_MAX / 2) throw std::runtime_error("the product has more than 2^30 tiles; split the batch");
+
+  params.sparse = view;
+  params.dense = product.dense;
+  params.group = group;
+  params.query_tokens = cutlass::FastDivmod(product.query_tokens);
+
+  pipeline::KernelLimits limits = kernels.launcher.limits(view.codec, n);
+  Plan plan =
+      choose_plan(device, limits, n, rows, view.max_tile_rows, product::kOrderBytes, dense_row_bytes, tiles, tuning);
+  int tiles_per_work_tile = static_cast<int>(view.tiles_per_head());
+  int work_tiles = static_cast<int>(tiles) / tiles_per_work_tile;
+  if (limits.combines_in_cluster) partition_by_work_tile(device, work_tiles, tiles_per_work_tile, plan.config);
+
+  schedule::Params& schedule = params.schedule;
+  schedule.batch = view.batch;
+  schedule.kv_heads = view.kv_heads;
+  schedule.rows = rows;
+  schedule.workers = plan.config.workers;
+  schedule.by_work_tile = plan.config.splits_per_work_tile > 0;
+  schedule.splits = cutlass::FastDivmod(schedule.by_work_tile ? plan.config.splits_per_work_tile
+                                                              : plan.config.ctas * plan.config.workers);
+  schedule.partition =
+      schedule::make_partition(schedule.by_work_tile ? tiles_per_work_tile : static_cast<int>(tiles), schedule.splits);
+  schedule.longest_split = schedule.partition.longest();
+  schedule.tiles_per_work_tile = cutlass::FastDivmod(tiles_per_work_tile);
+  schedule.cost_per_work_tile = schedule.tiles_per_work_tile;
+  schedule.work_tiles_per_row = cutlass::FastDivmod(view.kv_heads * row_blocks);
+  schedule.row_blocks = cutlass::FastDivmod(row_blocks);
+  params.stages = plan.stages;
+  return plan;
 }
 
 }  // namespace
 
-void run(Product const& product, Workspace const& workspace, std::string const& backend, cudaStream_t stream) {
-  format::SparseView const& view = product.sparse;
-  bool is_key = view.role == Role::kKey;
+void run(Product const& product, Workspace const& workspace, std::string const& backend, Tuning const& tuning,
+         cudaStream_t stream) {
+  SparseView const& view = product.sparse;
   DeviceLimits device = current_device();
-  Kernels kernels = find_kernels(backend, view, device);
-
-  matmul::Params params{};
-  params.sparse = view;
-  params.dense = product.dense;
-  params.out = product.out;
-  params.out_dtype = is_key ? product.out_dtype : view.dtype;
-  params.scale = product.scale;
-  params.vectorized = vectorizes(product);
-
-  int group = product.query_heads / view.kv_heads, rows = group * product.query_tokens, n = kernels.rows_a_pass(rows);
-  int row_blocks = (rows + n - 1) / n;
-  int64_t tiles = view.tiles() * row_blocks;
-  if (tiles > INT32_MAX / 2) throw std::runtime_error("the product has more than 2^30 tiles; split the batch");
-
-  matmul::KernelLimits limits = kernels.limits(view.dtype, n);
-  Plan plan = choose_plan(device, limits, n, rows, view.max_tile_rows, matmul::kOrderBytes,
-                          is_key ? 0 : matmul::dense_row_bytes(product.dense.dtype), tiles, tuning);
-  int all = static_cast<int>(tiles), tiles_per_segment = static_cast<int>(view.tiles_per_head());
-  if (limits.joins_segments) cut_by_segments(device, all / tiles_per_segment, tiles_per_segment, plan.config);
-  bool by_segments = plan.config.segment_pieces > 0;
-  int pieces = by_segments ? plan.config.segment_pieces : plan.config.ctas * plan.config.workers;
-  int part_tiles = by_segments ? tiles_per_segment : all;
-  params.work = {all,
-                 rows,
-                 group,
-                 part_tiles,
-                 part_tiles / pieces,
-                 part_tiles % pieces,
-                 cutlass::FastDivmod(pieces),
-                 cutlass::FastDivmod(tiles_per_segment),
-                 cutlass::FastDivmod(row_blocks),
-                 cutlass::FastDivmod(product.query_tokens),
-                 cutlass::FastDivmod(view.kv_heads),
-                 by_segments};
-  params.stages = plan.stages;
-  if (!is_key && !by_segments) {
-    int64_t partials = matmul::max_partials(plan.config.ctas * kernels.max_shares, view.heads() * row_blocks);
-    params.partials = workspace(matmul::partial_bytes(partials, n, view.padded_head_dim));
-  }
-  kernels.launch(params, plan.config, stream);
+  visit_backend(backend, view.padded_head_dim, device, [&](auto kernels) {
+    using Backend = decltype(kernels);
+    if (view.role == format::Role::kKey) {
+      qk::Params params{};
+      params.out = product.out;
+      params.out_dtype = product.out_dtype;
+      params.scale = product.scale;
+      params.vector_stores = stores_vectors(product);
+      Plan plan = plan_product(product, Backend::qk_kernels(), 0, device, tuning, params);
+      Backend::qk_kernels().launcher.launch(params, plan.config, stream);
+      return;
+    }
+    av::Params params{};
+    params.vector_loads = loads_vectors(product.dense);
+    int row_bytes = product::dense_row_bytes(product.dense.dtype);
+    Plan plan = plan_product(product, Backend::av_kernels(), row_bytes, device, tuning, params);
+    params.output.out = product.out;
+    params.output.channel_order = view.channel_order;
+    params.output.head_dim = view.head_dim;
+    params.output.vectors = reduce::partial_vectors(params.schedule.rows);
+    if (!params.schedule.by_work_tile) {
+      int64_t partials = reduce::max_partials(params.schedule.splits.divisor, params.schedule.work_tiles());
+      int64_t bytes = int64_t{plan.config.n} * view.padded_head_dim * static_cast<int>(sizeof(float));
+      params.output.partials = workspace(partials * bytes);
+    }
+    Backend::av_kernels().launcher.launch(params, plan.config, stream);
+  });
 }
 
 }  // namespace cute_kernels::dispatch

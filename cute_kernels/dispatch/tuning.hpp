@@ -9,6 +9,4 @@ struct Tuning {
   int stages_ahead = 0;
 };
 
-inline thread_local Tuning tuning;  // of the calls that this thread makes
-
 }  // namespace cute_kernels::dispatch

@@ -1,46 +1,49 @@
-// Compressed storage as kernels see it, that of one SparseKV or a pool of pages: plain pointers and sizes, no ownership.
+// Compressed storage as kernels see it, that of one SparseKV or a pool of pages: plain pointers and sizes, no
+// ownership.
 #pragma once
 
 #include <cstdint>
 
-#include "cute_kernels/format/codec.hpp"
+#include "cute_kernels/format/codec/codec.hpp"
+#include "cute_kernels/format/tile/bitmap.hpp"
 
 namespace cute_kernels::format {
 
-enum class DType : int { kFloat16 = 0, kBFloat16 = 1, kFloat32 = 2 };
+using cute_kernels::DType;
 
-// A pool's tiles lie in slots of equal size, wherever there was one free. A page is the slots of `tiles_per_page`
+// A pool's tiles are in slots of equal size, wherever there was one free. A page is the slots of `tiles_per_page`
 // consecutive tiles of a sequence, for all KV heads: slot = (page * kv_heads + head) * tiles_per_page + tile in page.
 // A slot holds a tile's block of keys and, right behind it, that of its values. row_offsets then holds the rows of
 // every slot's block, and token_order is (slots, 64).
 struct Pages {
-  const int32_t* table = nullptr;  // (sequences, pages_per_sequence): page, -1 where there is none; null: no pool
+  int32_t const* table = nullptr;  // (sequences, pages_per_sequence): page, -1 where there is none; null: no pool
   int pages_per_sequence = 0;
   int tiles_per_page = 0;
   int slot_rows = 0;                     // from one slot to the next
-  const int32_t* rows_before = nullptr;  // (slots): rows of the slot before this block; null: none
+  int32_t const* rows_before = nullptr;  // (slots): rows of the slot before this block; null: none
 };
 
 struct SparseView {
-  const uint32_t* blocks;        // (rows, 32): the tiles' blocks, one after the other
-  const int32_t* row_offsets;    // (batch * kv_heads * tiles + 1): first row of each tile's block
-  const uint8_t* token_order;    // (batch * kv_heads, tiles, 64): token_position -> token within the tile
-  const uint8_t* channel_order;  // (batch * kv_heads, padded_head_dim): channel_position -> channel
+  uint32_t const* blocks;        // (rows, 32): the tiles' blocks, one after the other
+  int32_t const* row_offsets;    // (batch * kv_heads * tiles + 1): first row of each tile's block
+  uint8_t const* token_order;    // (batch * kv_heads, tiles, 64): token_position -> token within the tile
+  uint8_t const* channel_order;  // (batch * kv_heads, padded_head_dim): channel_position -> channel
   Role role;
-  DType dtype;
+  DType dtype;  // of x, of what decompression returns and of what multiplies
   int batch;
   int kv_heads;
   int64_t tokens;
   int head_dim;         // as the user sees it
   int padded_head_dim;  // as the tiles hold it: 64, 128 or 256
   int max_tile_rows;    // that a block in this storage may have, bitmap rows included
+  CodecId codec;        // how the values are stored
   Pages pages = {};     // of a pool: batch counts its sequences, tokens those that a sequence can have
 
   CUTE_HOST_DEVICE int64_t tiles_per_head() const { return (tokens + kTileTokens - 1) / kTileTokens; }
   CUTE_HOST_DEVICE int64_t heads() const { return int64_t{batch} * kv_heads; }
   CUTE_HOST_DEVICE int64_t tiles() const { return heads() * tiles_per_head(); }
 
-  // Where a sequence's tile lies: its index in the storage, and the first row and the rows of its block.
+  // Where a sequence's tile is: its index in the storage, and the first row and the rows of its block.
   CUTE_HOST_DEVICE int64_t tile_index(int sequence, int kv_head, int tile) const {
     if (!pages.table) return (int64_t{sequence} * kv_heads + kv_head) * tiles_per_head() + tile;
     int64_t page = pages.table[int64_t{sequence} * pages.pages_per_sequence + tile / pages.tiles_per_page];
@@ -54,5 +57,13 @@ struct SparseView {
     return pages.table ? row_offsets[index] : row_offsets[index + 1] - row_offsets[index];
   }
 };
+
+// For kernels that move 16-bit values bit for bit: std::runtime_error if the codec of the storage does anything else.
+// user: who moves them, for the message.
+inline void check_bit_exact(SparseView const& view, char const* user) {
+  if (view.codec == own_codec(view.dtype)) return;
+  throw std::runtime_error(std::string(user) + " supports the codecs fp16 and bf16 only, not " +
+                           codec_name(view.codec) + " of " + dtype_name(view.dtype));
+}
 
 }  // namespace cute_kernels::format

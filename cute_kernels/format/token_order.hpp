@@ -1,15 +1,16 @@
 // The order of tokens inside a tile, chosen so that the value streams come out equally long.
 //
 // A token adds its count of nonzeros in each of 8 channel classes to the 8 streams of its token group. 64 tokens are to
-// be split over 8 groups of 8 such that the longest of the 64 (group, class) streams is short. Rounds of a tournament:
-// in each the groups meet in pairs, and a pair makes the one swap of two tokens that evens their loads out most. The
-// pairs of a round and the swaps of a pair are independent of each other, which is what a GPU wants. Integers and fixed
-// tie rules only: every implementation gives the same order, bit for bit.
+// be split over 8 groups of 8 such that the longest of the 64 (group, class) streams is short. A local search in
+// rounds: in each round the groups are paired, every group with another one, and a pair makes the one swap of two
+// tokens that evens their loads out most. The pairs of a round, and the candidate swaps of a pair, are independent of
+// each other and run in parallel on a GPU. Integers and fixed tie rules only: every implementation gives the same
+// order, bit for bit. Lengths are in values; how many rows a stream then takes is up to the codec.
 #pragma once
 
 #include <cstdint>
 
-#include "cute_kernels/format/tile.hpp"
+#include "cute_kernels/format/tile/tile.hpp"
 
 namespace cute_kernels::format {
 
@@ -20,15 +21,15 @@ inline constexpr int kLargestScale = 4;
 // All pairs of groups twice for one cache, four times for a K/V pair, which takes longer to settle.
 CUTE_HOST_DEVICE constexpr int token_rounds(int caches) { return 2 * caches * (kTokenGroups - 1); }
 
-// In round r the groups whose numbers differ by this pattern of bits meet.
+// In round r the groups whose numbers differ by this pattern of bits are paired.
 CUTE_HOST_DEVICE constexpr int round_pattern(int round) { return round % (kTokenGroups - 1) + 1; }
 
 // Counts are scaled before their squares are compared: the fullest classes of a cache's tile decide how long it gets,
-// and a class that is some rows below them may be a little uneven. `sum` and `most`: of the class and of the cache's
-// fullest class in this tile. With two caches there is less freedom to even the fullest classes out alone.
+// and a class whose streams are some values shorter may be a little uneven. `sum` and `most`: of the class and of the
+// cache's fullest class in this tile. With two caches there is less freedom to even the fullest classes out alone.
 CUTE_HOST_DEVICE constexpr int class_scale(int sum, int most, int caches) {
-  int rows_below = (most - sum + kTokenGroups / 2) / kTokenGroups / caches;
-  return rows_below < kLargestScale - 1 ? kLargestScale - rows_below : 1;
+  int values_below = (most - sum + kTokenGroups / 2) / kTokenGroups / caches;
+  return values_below < kLargestScale - 1 ? kLargestScale - values_below : 1;
 }
 
 // One cache's counts, or a K/V pair's (then 16 classes, so that both share one order).
@@ -92,8 +93,8 @@ inline void choose_token_order(TokenCounts<Classes> const& counts, uint8_t order
   }
 }
 
-// A pair of tiles may be too long for its slot by a row or two. Then one swap after the other is made against that: of
-// the group with the stream that is the most rows above its cache's bound (ties: the lowest group) a token goes to
+// A pair of tiles may be a little too long for its slot. Then one swap after the other is made against that: of the
+// group with the stream that is the most values above its cache's bound (ties: the lowest group) a token goes to
 // another group, such that the sum of squared excesses gets least (ties: lower x, then lower y). Ends when all streams
 // fit, when no swap helps, or after kFitSwaps.
 inline constexpr int kFitSwaps = 16;
@@ -122,9 +123,9 @@ inline void fit_token_order(TokenCounts<Classes> const& counts, int const* bound
         int b = y % kTokenGroups, change = 0;
         if (b == a) continue;
         for (int c = 0; c < Classes; ++c) {
-          int d = counts.count[order[y]][c] - counts.count[order[x]][c], most_rows = bound[c / kClasses];
-          change += squared_excess(load[a][c] + d, most_rows) - squared_excess(load[a][c], most_rows) +
-                    squared_excess(load[b][c] - d, most_rows) - squared_excess(load[b][c], most_rows);
+          int d = counts.count[order[y]][c] - counts.count[order[x]][c], most_values = bound[c / kClasses];
+          change += squared_excess(load[a][c] + d, most_values) - squared_excess(load[a][c], most_values) +
+                    squared_excess(load[b][c] - d, most_values) - squared_excess(load[b][c], most_values);
         }
         if (change < best) best = change, best_x = x, best_y = y;
       }

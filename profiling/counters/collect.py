@@ -37,9 +37,9 @@ class CountersError(RuntimeError):
 class Options:
     """How to run Nsight Compute."""
 
-    ncu: Path | None = None       # the program; None: look for it
-    clock_control: str = "none"   # or "base"
-    report: Path | None = None    # where to keep the report of a cold cache; of a warm one: -warm before the suffix
+    ncu: Path | None = None  # the program; None: look for it
+    clock_control: str = "none"  # or "base"
+    report: Path | None = None  # where to keep the report of a cold cache; of a warm one: -warm before the suffix
     plugins: tuple[str, ...] = ()  # modules of peers
 
 
@@ -81,11 +81,29 @@ def collect(forms: Mapping[Case, str], options: Options) -> dict[Case, Counters]
 
 def command(ncu: Path, report: Path, listing: Path, clock_control: str, cache: str) -> list[str]:
     """ncu flushes the caches before every pass, or leaves them as the pass before did."""
-    return [str(ncu), "--export", str(report), "--force-overwrite", "--replay-mode", "kernel",
-            "--clock-control", clock_control, "--cache-control", "all" if cache == "cold" else "none",
-            "--profile-from-start", "off", "--nvtx", "--metrics", ",".join(METRIC_NAMES),
-            "--log-file", str(listing.with_suffix(".log")),
-            sys.executable, "-m", "profiling.counters.child", str(listing)]
+    return [
+        str(ncu),
+        "--export",
+        str(report),
+        "--force-overwrite",
+        "--replay-mode",
+        "kernel",
+        "--clock-control",
+        clock_control,
+        "--cache-control",
+        "all" if cache == "cold" else "none",
+        "--profile-from-start",
+        "off",
+        "--nvtx",
+        "--metrics",
+        ",".join(METRIC_NAMES),
+        "--log-file",
+        str(listing.with_suffix(".log")),
+        sys.executable,
+        "-m",
+        "profiling.counters.child",
+        str(listing),
+    ]
 
 
 def find_ncu(path: Path | None) -> Path:
@@ -114,8 +132,10 @@ def find_module(ncu: Path) -> ModuleType:
                 return importlib.import_module("ncu_report")
             except ImportError as error:
                 reason = str(error)
-    raise CountersError(f"cannot import ncu_report ({reason}): pip install 'cute-kernels[profile]', or an ncu-report "
-                        f"not older than {ncu}")
+    raise CountersError(
+        f"cannot import ncu_report ({reason}): pip install 'cute-kernels[profile]', or an ncu-report "
+        f"not older than {ncu}"
+    )
 
 
 def _module_folders(ncu: Path) -> list[Path]:
@@ -148,13 +168,15 @@ def _profile(line: Sequence[str], report: Path) -> None:
     python_path = os.pathsep.join(filter(None, (str(ROOT / "python"), str(ROOT), os.environ.get("PYTHONPATH"))))
     report.unlink(missing_ok=True)
     try:
-        status = subprocess.run(line, cwd=ROOT, env={**os.environ, "PYTHONPATH": python_path}).returncode
+        status = subprocess.run(line, cwd=ROOT, env={**os.environ, "PYTHONPATH": python_path}, check=False).returncode
     except OSError as error:
         raise CountersError(f"{line[0]}: {error.strerror}") from None
     text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
     if PERMISSION in text:
-        raise CountersError("this user may not read GPU performance counters: run as root, or load the driver's module "
-                            f"with NVreg_RestrictProfilingToAdminUsers=0 (https://developer.nvidia.com/{PERMISSION})")
+        raise CountersError(
+            "this user may not read GPU performance counters: run as root, or load the driver's module "
+            f"with NVreg_RestrictProfilingToAdminUsers=0 (https://developer.nvidia.com/{PERMISSION})"
+        )
     if not report.is_file():
         errors = [part for part in text.splitlines() if "ERROR" in part or "WARNING" in part]
         message = "; ".join(errors[:3]) or "no message"

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from profiling.counters.fields import METRICS, STALLS, Counters, stall_metric
-from profiling.counters.verdict import verdict
 from profiling.rows import rounded
 
 LABEL = "case "  # names of the NVTX ranges: "case 0", "case 1", ...
+
 
 def kernels_by_case(context: Any) -> dict[int, list[Any]]:
     """Case index -> its profiled kernels, in order."""
@@ -44,9 +44,9 @@ def counters_of(kernels: Iterable[Any], elements: int, multiprocessors: int | No
     stall = max(stalls, key=lambda reason: stalls[reason])
     if stalls[stall] > 0:
         fields |= {"ncu_stall": stall, "ncu_stall_warps": rounded(stalls[stall], 3)}
-    counted = Counters(ncu_kernel=str(longest.name()), ncu_kernels=len(kernels), ncu_us=rounded(sum(times) / 1e3),
-                       **fields)
-    return Counters(**{**vars(counted), "ncu_verdict": verdict(counted)})
+    return Counters(
+        ncu_kernel=str(longest.name()), ncu_kernels=len(kernels), ncu_us=rounded(sum(times) / 1e3), **fields
+    )
 
 
 def value(action: Any, metric_name: str) -> float | None:

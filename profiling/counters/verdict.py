@@ -5,8 +5,8 @@ from __future__ import annotations
 from profiling.counters.fields import Counters
 
 SATURATED = 80.0  # % of peak: no more is to be had from a unit
-BUSY = 50.0       # % of peak: units this busy limit together, as their work does not overlap perfectly
-IDLE_SMS = 85.0   # % of the time with warps on an SM, below which start, tail or imbalance cost much
+BUSY = 50.0  # % of peak: units this busy limit together, as their work does not overlap perfectly
+IDLE_SMS = 85.0  # % of the time with warps on an SM, below which start, tail or imbalance cost much
 
 UNITS = {  # name -> (field, what would make a kernel faster that it limits)
     "issue slots": ("ncu_issue_pct", "fewer instructions an element"),
@@ -70,8 +70,10 @@ def _idle(counters: Counters) -> str:
     active = counters.ncu_sm_active_pct
     if active is None or active >= IDLE_SMS:
         return ""
-    return (f"; SMs have warps {active:.0f} % of the time only: shorter start and tail, evener pieces of work, or a "
-            "larger problem")
+    return (
+        f"; SMs have warps {active:.0f} % of the time only: shorter start and tail, splits of more equal work, "
+        "or a larger problem"
+    )
 
 
 def _stall(counters: Counters) -> str:

@@ -18,13 +18,15 @@ def capture(step: Step) -> Step:
     return graph.replay
 
 
-def generate(model: Any, cache: Any, ids: torch.Tensor, new_tokens: int, clock: Any,
-             capture: Callable[[Step], Step] = capture) -> None:
-    """Generates with a cache that can be written to in a graph, a StaticCache or a SparseKVCache with room for it all.
+def generate(
+    model: Any, cache: Any, ids: torch.Tensor, new_tokens: int, clock: Any, capture: Callable[[Step], Step] = capture
+) -> None:
+    """Generates with a cache that a graph can write to: a StaticCache or a SparseKVCache of sufficient capacity.
 
     The prompts run eagerly, and so does the first step; then one step is captured, which counts as time, and replayed.
     No padding. capture: what makes a replay of a step; tests have none.
     """
+
     def forward(tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         logits = model(tokens, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
         return logits[:, -1].argmax(-1, keepdim=True)

@@ -17,7 +17,7 @@ from profiling.generation import graphs
 SIDES = ("dense", "sparse", "static-graph", "sparse-graph")
 SDPA = ("default", "no-cudnn")
 WARM_UP_PROMPT, WARM_UP_TOKENS = 256, 6
-FILL = 0.97    # share of the device's memory that a largest batch may be expected to take
+FILL = 0.97  # share of the device's memory that a largest batch may be expected to take
 BACK_OFF = 0.95  # of a batch that turned out not to fit
 ATTEMPTS = 8
 
@@ -48,8 +48,13 @@ class Side:
             if self.graph:
                 graphs.generate(model, cache, ids, new_tokens, clock)
             else:
-                model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, streamer=clock,
-                               past_key_values=cache)
+                model.generate(
+                    ids,
+                    attention_mask=torch.ones_like(ids),
+                    max_new_tokens=new_tokens,
+                    streamer=clock,
+                    past_key_values=cache,
+                )
         return cache
 
     def _cache(self, model: Any, capacity: int) -> Any:
@@ -58,8 +63,14 @@ class Side:
         if self.sparse:
             from cute_kernels.integrations.transformers import SparseKVCache
 
-            return SparseKVCache(model, sparsity=self.sparsity, key_keep=self.key_keep, value_keep=self.value_keep,
-                                 window=self.window, capacity=capacity)
+            return SparseKVCache(
+                model,
+                sparsity=self.sparsity,
+                key_keep=self.key_keep,
+                value_keep=self.value_keep,
+                window=self.window,
+                capacity=capacity,
+            )
         if self.graph:
             return StaticCache(config=model.config, max_cache_len=capacity)
         return DynamicCache(config=model.config)
@@ -67,8 +78,8 @@ class Side:
 
 @contextmanager
 def _backends(sdpa: str) -> Iterator[None]:
-    """Where torch prefers cuDNN, on some GPUs from some version on, that makes an execution plan for every length of the
-    keys it has not met: for a dense cache once a step, tens of milliseconds on the host."""
+    """Where torch prefers cuDNN, on some GPUs from some version on, that makes an execution plan for every length of
+    the keys it has not met: for a dense cache once a step, tens of milliseconds on the host."""
     before = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(before and sdpa != "no-cudnn")
     try:
@@ -133,8 +144,15 @@ def run(model: Any, side: Side, batch: int, prompt: int, new_tokens: int, seed: 
         first, last = clock.times[1], clock.times[-1]
         steps = [b - a for a, b in zip(clock.times[1:], clock.times[2:])]
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-        return Result(1e3 * (first - start), 1e3 * statistics.median(steps), batch * len(steps) / (last - first),
-                      batch * new_tokens / (last - start), peak, kv_bytes(cache), type(cache).__name__)
+        return Result(
+            1e3 * (first - start),
+            1e3 * statistics.median(steps),
+            batch * len(steps) / (last - first),
+            batch * new_tokens / (last - start),
+            peak,
+            kv_bytes(cache),
+            type(cache).__name__,
+        )
     finally:
         cache = None
         _settle(device)
@@ -159,8 +177,9 @@ def largest_batch(peaks: dict[int, int], usable: int) -> int:
     return max(1, int((FILL * usable - (less - small * per_sequence)) / per_sequence))
 
 
-def run_largest(model: Any, side: Side, peaks: dict[int, int], prompt: int, new_tokens: int,
-                seed: int) -> tuple[int, Result]:
+def run_largest(
+    model: Any, side: Side, peaks: dict[int, int], prompt: int, new_tokens: int, seed: int
+) -> tuple[int, Result]:
     """(batch, result) of the largest batch that fits; smaller ones are tried where the expected one does not.
 
     Raises RuntimeError if none of `ATTEMPTS` batches fits.

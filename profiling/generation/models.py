@@ -8,26 +8,78 @@ from typing import Any
 import torch
 
 # Shapes as published by their makers; Mistral's is that of versions without a sliding window.
-_LLAMA3 = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-           "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
-           "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}
+_LLAMA3 = {
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+}
 RANDOM_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3-8b": ("LlamaConfig", _LLAMA3),
-    "llama2-7b": ("LlamaConfig", _LLAMA3 | {
-        "vocab_size": 32000, "intermediate_size": 11008, "num_key_value_heads": 32, "max_position_embeddings": 4096,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
-    "mistral-7b": ("MistralConfig", _LLAMA3 | {
-        "vocab_size": 32768, "max_position_embeddings": 32768, "sliding_window": None, "head_dim": 128,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}}),
-    "qwen3-8b": ("Qwen3Config", _LLAMA3 | {
-        "vocab_size": 151936, "intermediate_size": 12288, "num_hidden_layers": 36, "max_position_embeddings": 40960,
-        "head_dim": 128, "rms_norm_eps": 1e-6, "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}}),
-    "llama-1b": ("LlamaConfig", _LLAMA3 | {  # of Llama 3.2
-        "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64,
-        "max_position_embeddings": 131072}),
-    "tiny": ("LlamaConfig", _LLAMA3 | {  # for CPUs and smoke tests
-        "vocab_size": 1024, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
-        "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}),
+    "llama2-7b": (
+        "LlamaConfig",
+        _LLAMA3
+        | {
+            "vocab_size": 32000,
+            "intermediate_size": 11008,
+            "num_key_value_heads": 32,
+            "max_position_embeddings": 4096,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
+    "mistral-7b": (
+        "MistralConfig",
+        _LLAMA3
+        | {
+            "vocab_size": 32768,
+            "max_position_embeddings": 32768,
+            "sliding_window": None,
+            "head_dim": 128,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+        },
+    ),
+    "qwen3-8b": (
+        "Qwen3Config",
+        _LLAMA3
+        | {
+            "vocab_size": 151936,
+            "intermediate_size": 12288,
+            "num_hidden_layers": 36,
+            "max_position_embeddings": 40960,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-6,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+        },
+    ),
+    "llama-1b": (
+        "LlamaConfig",
+        _LLAMA3
+        | {  # of Llama 3.2
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 16,
+            "head_dim": 64,
+            "max_position_embeddings": 131072,
+        },
+    ),
+    "tiny": (
+        "LlamaConfig",
+        _LLAMA3
+        | {  # for CPUs and smoke tests
+            "vocab_size": 1024,
+            "hidden_size": 256,
+            "intermediate_size": 512,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+        },
+    ),
 }
 
 
@@ -37,7 +89,8 @@ def load(folder: Path | None, random_config: str, dtype: torch.dtype, device: to
 
     if folder is not None:
         model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation="sdpa", local_files_only=True)
+            folder, dtype=dtype, attn_implementation="sdpa", local_files_only=True
+        )
         model = model.to(device)
     else:
         kind, shape = RANDOM_CONFIGS[random_config]

@@ -1,4 +1,4 @@
-"""The README's table of generation: time, speed and memory of each cache at each batch."""
+"""The documentation's table of generation: time, speed and memory of each cache at each batch."""
 
 from __future__ import annotations
 
@@ -26,15 +26,19 @@ def table_block(rows: Sequence[Row], link: str) -> str:
     settings = ("model", "prompt", "new_tokens", "dtype", "device")
     alike = [row for row in rows if all(getattr(row, name) == getattr(quoted, name) for name in settings)]
     sparse = ("key_keep", "value_keep", "window")
-    alike = [row for row in alike if not row.side.startswith("sparse")
-             or all(getattr(row, name) == getattr(quoted, name) for name in sparse)]
+    alike = [
+        row
+        for row in alike
+        if not row.side.startswith("sparse") or all(getattr(row, name) == getattr(quoted, name) for name in sparse)
+    ]
     alike.sort(key=lambda row: (row.side.endswith("-graph"), row.largest, row.batch * (not row.largest)))
     sentence = (
         f"On one {quoted.device.removeprefix('NVIDIA ')}, {quoted.model}, {quoted.dtype}, prompts of {quoted.prompt} "
         f"tokens and {quoted.new_tokens} new ones,\ngreedily, with {quoted.key_keep} of {quoted.head_dim} channels of "
         f"keys and {quoted.value_keep} of values kept, window {quoted.window}, torch {quoted.torch}, Transformers\n"
         f"{quoted.transformers}; x: to the best dense cache at this batch, the largest to dense's largest "
-        f"([all columns, commands]({link})):")
+        f"([all columns, commands]({link})):"
+    )
     return "\n".join([sentence, "", *markdown_table(HEADER, [_cells(row, alike) for row in alike]), ""])
 
 
@@ -44,6 +48,12 @@ def _cells(row: Row, rows: Sequence[Row]) -> tuple[str, ...]:
         return f"{text} ({found}x)" if found else text
 
     return (
-        f"{row.batch}" + " (largest)" * row.largest, cache_name(row), beside(f"{row.ttft_ms:.0f}", "ttft_ms"),
-        f"{row.step_ms:.1f}", beside(f"{row.tokens_per_s:.0f}", "tokens_per_s"), f"{row.kv_bytes / 2**30:.2f}",
-        kv_of_dense(row), "" if row.peak_bytes is None else f"{row.peak_bytes / 2**30:.1f}")
+        f"{row.batch}" + " (largest)" * row.largest,
+        cache_name(row),
+        beside(f"{row.ttft_ms:.0f}", "ttft_ms"),
+        f"{row.step_ms:.1f}",
+        beside(f"{row.tokens_per_s:.0f}", "tokens_per_s"),
+        f"{row.kv_bytes / 2**30:.2f}",
+        kv_of_dense(row),
+        "" if row.peak_bytes is None else f"{row.peak_bytes / 2**30:.1f}",
+    )

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
-import csv
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 
-from profiling.tables import markdown_table
+from profiling import records
+from profiling.tables import aligned, markdown_table
 
 NAME = "generate"
+# What all rows of a run have in common.
+OF_A_RUN = (
+    "model",
+    "parameters",
+    "head_dim",
+    "prompt",
+    "new_tokens",
+    "dtype",
+    "device",
+    "torch",
+    "transformers",
+    "driver",
+    "commit",
+    "timestamp",
+)
 
 
 @dataclass(frozen=True)
@@ -19,33 +33,33 @@ class Row:
 
     model: str
     parameters: int
-    side: str                       # of measure.SIDES
-    cache: str                      # class of the cache
-    key_keep: int | None            # channels kept of head_dim; None: dense
+    side: str  # of measure.SIDES
+    cache: str  # class of the cache
+    key_keep: int | None  # channels kept of head_dim; None: dense
     value_keep: int | None
-    window: int | None              # newest tokens that stay dense
+    window: int | None  # newest tokens that stay dense
     head_dim: int
     batch: int
-    largest: bool                   # whether the batch is the largest that fits beside the weights
-    prompt: int                     # tokens a sequence
+    largest: bool  # whether the batch is the largest that fits beside the weights
+    prompt: int  # tokens a sequence
     new_tokens: int
     dtype: str
-    ttft_ms: float                  # until the first tokens are on the host
-    step_ms: float                  # median of the later steps
-    tokens_per_s: float             # of all sequences together, after the first token
-    total_tokens_per_s: float       # the prompts' time counted too
-    peak_bytes: int | None          # allocated on the device, weights included; None on a CPU
-    kv_bytes: int                   # of the cache at the end, all that it holds
-    dense_kv_bytes: int             # as many tokens in 16 bits, with no room to spare
+    ttft_ms: float  # until the first tokens are on the host
+    step_ms: float  # median of the later steps
+    tokens_per_s: float  # of all sequences together, after the first token
+    total_tokens_per_s: float  # the prompts' time counted too
+    peak_bytes: int | None  # allocated on the device, weights included; None on a CPU
+    kv_bytes: int  # of the cache at the end, all that it holds
+    dense_kv_bytes: int  # as many tokens in 16 bits, without spare capacity
     device: str
     torch: str
     transformers: str
     driver: str
     commit: str
     timestamp: str
-    command: str                    # measures this row again
-    # Since the second version of the files; older rows have these defaults.
-    sdpa: str = "default"           # of measure.SDPA
+    command: str  # measures this row again
+    # Older rows have these defaults.
+    sdpa: str = "default"  # of measure.SDPA
     repeats: int = 1
     lowest_tokens_per_s: float | None = None  # of the repeats; None: not noted, tokens_per_s is of one run
     highest_tokens_per_s: float | None = None
@@ -53,23 +67,53 @@ class Row:
     @property
     def key(self) -> tuple[object, ...]:
         """What was measured; a largest batch is the same case, however many it is."""
-        return (self.model, self.side, self.sdpa, self.key_keep, self.value_keep, self.window, self.prompt,
-                self.new_tokens, self.dtype, self.device, self.largest, None if self.largest else self.batch)
+        return (
+            self.model,
+            self.side,
+            self.sdpa,
+            self.key_keep,
+            self.value_keep,
+            self.window,
+            self.prompt,
+            self.new_tokens,
+            self.dtype,
+            self.device,
+            self.largest,
+            None if self.largest else self.batch,
+        )
 
 
 FIELDS = tuple(field.name for field in fields(Row))
-HEADER = ("model", "prompt + new", "batch", "cache", "kept K, V", "first token, ms", "to dense", "step, ms", "tokens/s",
-          "lowest to highest", "to dense", "with prompts", "to dense", "KV, GiB", "of dense", "peak, GiB")
+HEADER = (
+    "model",
+    "prompt + new",
+    "batch",
+    "cache",
+    "kept K, V",
+    "first token, ms",
+    "to dense",
+    "step, ms",
+    "tokens/s",
+    "lowest to highest",
+    "to dense",
+    "with prompts",
+    "to dense",
+    "KV, GiB",
+    "of dense",
+    "peak, GiB",
+)
 
 
 def dense_beside(row: Row, rows: Sequence[Row]) -> list[Row]:
     """The dense rows at the same batch, or, for the largest, at dense's own largest; of graphs the static cache's."""
     wanted = "static-graph" if row.side.endswith("-graph") else "dense"
     return [
-        other for other in rows
-        if other.side == wanted and (row.largest or other.batch == row.batch)
-        and (other.model, other.prompt, other.new_tokens, other.dtype, other.device, other.largest) ==
-        (row.model, row.prompt, row.new_tokens, row.dtype, row.device, row.largest)
+        other
+        for other in rows
+        if other.side == wanted
+        and (row.largest or other.batch == row.batch)
+        and (other.model, other.prompt, other.new_tokens, other.dtype, other.device, other.largest)
+        == (row.model, row.prompt, row.new_tokens, row.dtype, row.device, row.largest)
     ]
 
 
@@ -96,23 +140,9 @@ def kv_of_dense(row: Row) -> str:
     return f"{row.kv_bytes / row.dense_kv_bytes:.3f}"
 
 
-def newest(rows: Iterable[Row]) -> list[Row]:
-    """The newest row of each case, in the order of the cases' first rows."""
-    found: dict[tuple[object, ...], Row] = {}
-    for row in rows:
-        if row.key not in found or row.timestamp >= found[row.key].timestamp:
-            found[row.key] = row
-    return list(found.values())
-
-
 def read(path: Path) -> list[Row]:
-    """The rows of a JSON file, of this version or an older one; ValueError says what is wrong with it."""
-    try:
-        objects = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: {error}") from None
-    if not isinstance(objects, list) or not all(isinstance(values, dict) for values in objects):
-        raise ValueError(f"{path}: expected a list of rows")
+    """The rows of a JSON file, of this format or an older one; ValueError says what is wrong with it."""
+    objects = records.read(path)
     needed = [field.name for field in fields(Row) if field.default is MISSING]
     for i, values in enumerate(objects):
         if missing := [name for name in needed if name not in values]:
@@ -122,51 +152,75 @@ def read(path: Path) -> list[Row]:
 
 def _cells(row: Row, rows: Sequence[Row]) -> tuple[str, ...]:
     kept = "" if row.key_keep is None else f"{row.key_keep}, {row.value_keep} of {row.head_dim}"
-    return (row.model, f"{row.prompt} + {row.new_tokens}", f"{row.batch}" + (" (largest)" if row.largest else ""),
-            cache_name(row), kept, f"{row.ttft_ms:.1f}", ratio(row, rows, "ttft_ms"), f"{row.step_ms:.2f}",
-            f"{row.tokens_per_s:.1f}", spread(row), ratio(row, rows, "tokens_per_s"), f"{row.total_tokens_per_s:.1f}",
-            ratio(row, rows, "total_tokens_per_s"), f"{row.kv_bytes / 2**30:.4g}", kv_of_dense(row),
-            "" if row.peak_bytes is None else f"{row.peak_bytes / 2**30:.2f}")
+    return (
+        row.model,
+        f"{row.prompt} + {row.new_tokens}",
+        f"{row.batch}" + (" (largest)" if row.largest else ""),
+        cache_name(row),
+        kept,
+        f"{row.ttft_ms:.1f}",
+        ratio(row, rows, "ttft_ms"),
+        f"{row.step_ms:.2f}",
+        f"{row.tokens_per_s:.1f}",
+        spread(row),
+        ratio(row, rows, "tokens_per_s"),
+        f"{row.total_tokens_per_s:.1f}",
+        ratio(row, rows, "total_tokens_per_s"),
+        f"{row.kv_bytes / 2**30:.4g}",
+        kv_of_dense(row),
+        "" if row.peak_bytes is None else f"{row.peak_bytes / 2**30:.2f}",
+    )
 
 
 def markdown(rows: Sequence[Row]) -> str:
     settings = dict.fromkeys(
         f"{r.device}, {r.dtype}, torch {r.torch}, Transformers {r.transformers}, "
-        + (f"driver {r.driver}, " if r.driver else "") + f"commit {r.commit}, {r.timestamp}" for r in rows)
-    lines = ["# Generation", "", *(f"{setting}." for setting in settings), "",
-             "Greedy generation by `model.generate` with sdpa attention, random prompts without padding; every run "
-             "after a short one. One run a row, or the medians of as many as the spread of its tokens/s names, in which "
-             "the caches at a fixed batch took turns. tokens/s: all sequences, after the first token. Largest: the "
-             "largest batch that was found to fit.",
-             "To dense: against the dense cache at the same batch, the largest against dense's own largest, of several "
-             "dense rows the best one. Graph: the steps are replays of one CUDA graph, captured after the second token, "
-             "beside a StaticCache likewise. Sdpa without cuDNN: torch may prefer cuDNN, which makes a plan for every "
-             "new length of the keys.", ""]
+        + (f"driver {r.driver}, " if r.driver else "")
+        + f"commit {r.commit}, {r.timestamp}"
+        for r in rows
+    )
+    lines = [
+        "# Generation",
+        "",
+        *(f"{setting}." for setting in settings),
+        "",
+        (
+            "Greedy generation by `model.generate` with sdpa attention, random prompts without padding; every run "
+            "after a short one. One run a row, or the medians of as many as the spread of its tokens/s names, in "
+            "which the caches at a fixed batch took turns. tokens/s: all sequences, after the first token. Largest: "
+            "the largest batch that was found to fit."
+        ),
+        (
+            "To dense: against the dense cache at the same batch, the largest against dense's own largest, of several "
+            "dense rows the best one. Graph: the steps are replays of one CUDA graph, captured after the second "
+            "token, beside a StaticCache likewise. Sdpa without cuDNN: torch may prefer cuDNN, which makes a plan for "
+            "every new length of the keys."
+        ),
+        "",
+    ]
     lines += markdown_table(HEADER, [_cells(row, rows) for row in rows])
     lines += ["", "Commands:", "", "```", *dict.fromkeys(row.command for row in rows), "```"]
     return "\n".join(lines) + "\n"
 
 
 def terminal(rows: Sequence[Row]) -> str:
-    table = [HEADER, *(_cells(row, rows) for row in rows)]
-    widths = [max(len(line[i]) for line in table) for i in range(len(HEADER))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in table)
+    return aligned([HEADER, *(_cells(row, rows) for row in rows)])
 
 
 def one_line(row: Row) -> str:
     """For the progress of a run."""
-    return (f"{cache_name(row)}, batch {row.batch}: first token {row.ttft_ms:.0f} ms, {row.tokens_per_s:.1f} tokens/s, "
-            f"KV {row.kv_bytes / 2**30:.4g} GiB")
+    return (
+        f"{cache_name(row)}, batch {row.batch}: first token {row.ttft_ms:.0f} ms, {row.tokens_per_s:.1f} tokens/s, "
+        f"KV {row.kv_bytes / 2**30:.4g} GiB"
+    )
 
 
-def write(rows: Sequence[Row], folder: Path, name: str = NAME) -> list[Path]:
-    """Writes NAME.csv, NAME.json and NAME.md; returns their paths."""
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / f"{name}.{suffix}" for suffix in ("csv", "json", "md")]
-    with paths[0].open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)
-    paths[1].write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
-    paths[2].write_text(markdown(rows), encoding="utf-8")
-    return paths
+def write(rows: Sequence[Row], folder: Path, name: str = NAME) -> Path:
+    """Writes NAME.json; returns its path."""
+    path = folder / f"{name}.json"
+    records.write(path, [asdict(row) for row in rows], OF_A_RUN)
+    return path
+
+
+def write_csv(rows: Sequence[Row], path: Path) -> None:
+    records.write_csv(path, [asdict(row) for row in rows])

@@ -33,8 +33,9 @@ def load(module: str) -> None:
 
 def names(product: str | None = None, device: str | None = None) -> list[str]:
     """The peers of a product ("qk", "av", "attention", "compress", "copy") and kind of device; None: any."""
-    return [p.name for p in _all() if (product is None or product in p.products)
-            and (device is None or device in p.devices)]
+    return [
+        p.name for p in _all() if (product is None or product in p.products) and (device is None or device in p.devices)
+    ]
 
 
 def named(name: str) -> Plugin:

@@ -29,10 +29,10 @@ class Peer:
     name: str
     operands: tuple[Tensor, ...]
     forms: Mapping[str, Callable[..., Tensor]]
-    cache_bytes: int          # of the dense cache that a call reads
-    bits_per_element: float   # of that cache
-    tolerance: float          # of its relative Frobenius error; a peer beyond it is not measured
-    bytes_moved: int          # what a call must at least read and write
+    cache_bytes: int  # of the dense cache that a call reads
+    bits_per_element: float  # of that cache
+    tolerance: float  # of its relative Frobenius error; a peer beyond it is not measured
+    bytes_moved: int  # what a call must at least read and write
 
     @property
     def nbytes(self) -> int:
@@ -65,8 +65,9 @@ class Peer:
                 reasons.append(f"{name}: relative error {error:.1e} > {self.tolerance:.0e}")
         if not good:
             raise Unavailable(f"{self.name}: {'; '.join(reasons)}")
-        return Peer(self.name, self.operands, good, self.cache_bytes, self.bits_per_element, self.tolerance,
-                    self.bytes_moved), worst
+        return Peer(
+            self.name, self.operands, good, self.cache_bytes, self.bits_per_element, self.tolerance, self.bytes_moved
+        ), worst
 
     def fastest_form(self, copies: int, clock: timing.CpuTimer | timing.CudaTimer) -> str:
         if len(self.forms) == 1:
@@ -80,9 +81,9 @@ class Peer:
 class Plugin:
     """A peer's name and how to make it. `unavailable` gives the reason why it cannot serve a case, or ""."""
 
-    name: str                       # as in rows and arguments
-    products: tuple[str, ...]       # of "qk", "av", "attention", "compress", "copy"
-    devices: tuple[str, ...]        # "cuda", "cpu"
+    name: str  # as in rows and arguments
+    products: tuple[str, ...]  # of "qk", "av", "attention", "compress", "copy"
+    devices: tuple[str, ...]  # "cuda", "cpu"
     build: Callable[[Case, InputSet], Peer]
     unavailable: Callable[[Case], str] = lambda case: ""
 
@@ -102,11 +103,22 @@ def _reason(failure: Exception) -> str:
     return f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
 
 
-def dense_peer(name: str, operands: tuple[Tensor, ...], forms: Mapping[str, Callable[..., Tensor]],
-               caches: tuple[Tensor, ...], tolerance: float | None = None) -> Peer:
-    """A peer whose operands are what a call moves, `caches` being those of them that hold the cache."""
+def dense_peer(
+    name: str,
+    operands: tuple[Tensor, ...],
+    forms: Mapping[str, Callable[..., Tensor]],
+    caches: tuple[Tensor, ...],
+    tolerance: float | None = None,
+    out_bytes: int = 0,
+) -> Peer:
+    """A peer whose operands and `out_bytes` more are what a call moves, `caches` being those that hold the cache."""
     dtype = caches[0].dtype
-    return Peer(name, operands, forms, sum(t.nbytes for t in caches), 8.0 * caches[0].element_size(),
-                check.TOLERANCES.get(dtype, 0.0) if tolerance is None else tolerance, sum(t.nbytes for t in operands))
-
-
+    return Peer(
+        name,
+        operands,
+        forms,
+        sum(t.nbytes for t in caches),
+        8.0 * caches[0].element_size(),
+        check.TOLERANCES.get(dtype, 0.0) if tolerance is None else tolerance,
+        sum(t.nbytes for t in operands) + out_bytes,
+    )

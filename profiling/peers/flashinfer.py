@@ -17,7 +17,7 @@ from profiling.peers.base import Peer, Plugin, dense_peer
 
 PAGE = 16  # tokens
 WORKSPACE_BYTES = 256 << 20
-FP8_TOLERANCE = 0.1  # what rounding a Gaussian cache to e4m3 costs, with room
+FP8_TOLERANCE = 0.1  # what rounding a Gaussian cache to e4m3 costs, with a margin
 
 
 def _unavailable(fp8: bool, case: Case) -> str:
@@ -47,16 +47,20 @@ def _build(name: str, fp8: bool, case: Case, inputs: InputSet) -> Peer:
         torch.arange(shape.batch + 1, dtype=torch.int32, device=device) * pages,
         torch.arange(shape.batch * pages, dtype=torch.int32, device=device),
         torch.full((shape.batch,), PAGE, dtype=torch.int32, device=device),
-        shape.query_heads, shape.kv_heads, shape.head_dim, PAGE,
-        q_data_type=inputs.left.dtype, kv_data_type=dtype)
+        shape.query_heads,
+        shape.kv_heads,
+        shape.head_dim,
+        PAGE,
+        q_data_type=inputs.left.dtype,
+        kv_data_type=dtype,
+    )
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return wrapper.run(q, (k, v))
 
     q = inputs.left.squeeze(2)
-    peer = dense_peer(name, (q, keys, values), {"tensor cores": run}, (keys, values), FP8_TOLERANCE if fp8 else None)
-    return Peer(peer.name, peer.operands, peer.forms, peer.cache_bytes, peer.bits_per_element, peer.tolerance,
-                peer.bytes_moved + q.nbytes)  # the output is as large as q
+    tolerance = FP8_TOLERANCE if fp8 else None
+    return dense_peer(name, (q, keys, values), {"tensor cores": run}, (keys, values), tolerance, out_bytes=q.nbytes)
 
 
 def _pages(cache: Tensor, dtype: torch.dtype) -> Tensor:
@@ -64,5 +68,7 @@ def _pages(cache: Tensor, dtype: torch.dtype) -> Tensor:
     return cache.to(dtype).transpose(1, 2).reshape(batch * tokens // PAGE, PAGE, heads, head_dim)
 
 
-PLUGINS = tuple(Plugin(name, ("attention",), ("cuda",), partial(_build, name, fp8), partial(_unavailable, fp8))
-                for name, fp8 in (("flashinfer", False), ("flashinfer fp8", True)))
+PLUGINS = tuple(
+    Plugin(name, ("attention",), ("cuda",), partial(_build, name, fp8), partial(_unavailable, fp8))
+    for name, fp8 in (("flashinfer", False), ("flashinfer fp8", True))
+)

@@ -13,8 +13,11 @@ from profiling.cases import Case
 from profiling.operations import InputSet
 from profiling.peers.base import Peer, Plugin, dense_peer
 
-_BACKENDS = {"sdpa flash": SDPBackend.FLASH_ATTENTION, "sdpa cudnn": SDPBackend.CUDNN_ATTENTION,
-             "sdpa efficient": SDPBackend.EFFICIENT_ATTENTION}
+_BACKENDS = {
+    "sdpa flash": SDPBackend.FLASH_ATTENTION,
+    "sdpa cudnn": SDPBackend.CUDNN_ATTENTION,
+    "sdpa efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
 
 
 def _attention(backend: SDPBackend | None, folded: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -34,9 +37,7 @@ def _build(name: str, case: Case, inputs: InputSet) -> Peer:
     if case.load.shape.query_heads != case.load.shape.kv_heads:
         forms["folded"] = partial(_attention, backend, True)
     caches = (inputs.dense, inputs.dense_values)
-    peer = dense_peer(name, (inputs.left, *caches), forms, caches)
-    return Peer(peer.name, peer.operands, peer.forms, peer.cache_bytes, peer.bits_per_element, peer.tolerance,
-                peer.bytes_moved + inputs.left.nbytes)  # the output is as large as q
+    return dense_peer(name, (inputs.left, *caches), forms, caches, out_bytes=inputs.left.nbytes)
 
 
 def _plugin(name: str, device: str) -> Plugin:

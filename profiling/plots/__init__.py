@@ -2,36 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from profiling.ceilings import Ceilings
 from profiling.rows import Row
+
+NAMES = ("speedup", "bandwidth", "roofline", "tokens", "bits")
 
 
 class PlotsError(RuntimeError):
     """There are no plots; the message says what is missing."""
 
 
-def draw(rows: Sequence[Row], limits: Ceilings, folder: Path) -> tuple[list[Path], list[str]]:
-    """Writes every plot that the rows suffice for, as PNG and SVG; returns (paths, why others are missing).
+def draw(
+    rows: Sequence[Row], limits: Ceilings, folder: Path, names: Collection[str] = NAMES
+) -> tuple[list[Path], list[str]]:
+    """Writes every plot that the rows suffice for; returns (paths, why others are missing).
 
     Raises:
         PlotsError: matplotlib is missing.
     """
-    try:
+    with _matplotlib():
         from profiling.plots import bandwidth, bits, roofline, speedup, style, tokens
-    except ImportError as error:
-        raise PlotsError(f"plots need matplotlib (pip install 'cute-kernels[profile]' or matplotlib): {error}"
-                         ) from None
     kinds = {"speedup": speedup, "bandwidth": bandwidth, "roofline": roofline, "tokens": tokens, "bits": bits}
     rows = [row for row in rows if row.accurate]
     paths, missing = [], []
     with style.settings():
-        for name, module in kinds.items():
+        for name in names:
+            module = kinds[name]
             figure = module.figure(rows, limits)
             if figure is None:
                 missing.append(f"{name}: {module.NEEDS}")
             else:
-                paths += style.save(figure, folder, name)
+                paths.append(style.save(figure, folder, name))
     return paths, missing
+
+
+def draw_accuracy(rows: Sequence[Mapping[str, Any]], folder: Path) -> Path:
+    """Writes accuracy.png of the rows of profiling.recipes.associative_recall.
+
+    Raises:
+        PlotsError: matplotlib is missing.
+    """
+    with _matplotlib():
+        from profiling.plots import accuracy, style
+    with style.settings():
+        return style.save(accuracy.figure(rows), folder, "accuracy")
+
+
+@contextmanager
+def _matplotlib() -> Iterator[None]:
+    try:
+        yield
+    except ImportError as error:
+        raise PlotsError(
+            f"plots need matplotlib (pip install 'cute-kernels[profile]' or matplotlib): {error}"
+        ) from None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -27,7 +27,7 @@ NAMES = {
 PARTS = {"keys": "keys only", "values": "values only", "both": "keys and values"}
 
 
-def figure(rows: Sequence[dict[str, Any]]) -> Figure:
+def figure(rows: Sequence[Mapping[str, Any]]) -> Figure:
     """rows: as profiling.recipes.associative_recall writes them."""
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     drawn, axes = plt.subplots(

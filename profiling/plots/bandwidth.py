@@ -34,15 +34,32 @@ def figure(rows: Sequence[Row], limits: Ceilings) -> Figure | None:
             if row.op != op or row.keep not in keeps:
                 continue
             look, faint = style.backend_style(row.backend, names), row.keep != keeps[0]
-            axis.plot(scale * row.tb_per_s, _place(row, shapes, names), look["marker"], color=look["color"],
-                      markersize=8, fillstyle="none" if faint else "full")
+            axis.plot(
+                scale * row.tb_per_s,
+                _place(row, shapes, names),
+                look["marker"],
+                color=look["color"],
+                markersize=8,
+                fillstyle="none" if faint else "full",
+            )
         for shape in shapes:
             if dense := _dense(usual, op, shape):
-                axis.plot(scale * dense, len(shapes) - 1 - shapes.index(shape), "|", color=style.RED, markersize=14,
-                          markeredgewidth=2.5)
+                axis.plot(
+                    scale * dense,
+                    len(shapes) - 1 - shapes.index(shape),
+                    "|",
+                    color=style.RED,
+                    markersize=14,
+                    markeredgewidth=2.5,
+                )
         if limits.copy_tb_per_s:
-            axis.axvline(scale * limits.copy_tb_per_s, color=style.GREY, linestyle="--", linewidth=1.2,
-                         label=f"copy, {scale * limits.copy_tb_per_s:.3g} {unit}")
+            axis.axvline(
+                scale * limits.copy_tb_per_s,
+                color=style.GREY,
+                linestyle="--",
+                linewidth=1.2,
+                label=f"copy, {scale * limits.copy_tb_per_s:.3g} {unit}",
+            )
         axis.set_yticks(range(len(shapes)), [_label(s) for s in reversed(shapes)] if axis is axes[0] else [])
         axis.set(title=style.PRODUCTS[op], xlabel=f"{unit} read and written", ylim=(-0.6, len(shapes) - 0.4))
         last = max(last, axis.get_xlim()[1])
@@ -78,7 +95,14 @@ def _legend(drawn: Figure, axis: Axes, names: list[str], keeps: list[int]) -> No
     for backend in names:
         look = style.backend_style(backend, names)
         for keep in keeps:
-            axis.plot([], [], look["marker"], color=look["color"], markersize=8,
-                      fillstyle="full" if keep == keeps[0] else "none", label=f"{backend}, {keep} kept")
+            axis.plot(
+                [],
+                [],
+                look["marker"],
+                color=look["color"],
+                markersize=8,
+                fillstyle="full" if keep == keeps[0] else "none",
+                label=f"{backend}, {keep} kept",
+            )
     axis.plot([], [], "|", color=style.RED, markersize=12, markeredgewidth=2.5, label="dense")
     style.shared_legend(drawn, [axis])

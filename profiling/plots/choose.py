@@ -12,8 +12,11 @@ from profiling.rows import Row
 def plain(rows: Iterable[Row]) -> list[Row]:
     """Sparse products of the usual kind: fp16 all through, cold cache, single calls, gaussian data, nothing tuned."""
     usual = ("float16", "", "cold", "events", "gaussian", 0)
-    return [row for row in rows if row.op in DECODE_OPS
-            and (row.dtype, row.scores, row.cache, row.timing, row.data, row.stages_ahead) == usual]
+    return [
+        row
+        for row in rows
+        if row.op in DECODE_OPS and (row.dtype, row.scores, row.cache, row.timing, row.data, row.stages_ahead) == usual
+    ]
 
 
 def longest_series(rows: Iterable[Row], group: Callable[[Row], Hashable], along: Callable[[Row], float]) -> list[Row]:

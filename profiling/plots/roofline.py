@@ -30,14 +30,25 @@ def figure(rows: Sequence[Row], limits: Ceilings) -> Figure | None:
     drawn, (axis,) = style.panels(1, 6.6, 4.8)
     for op in DECODE_OPS:
         for backend, line in choose.by_backend(series, op, lambda row: row.keep).items():
-            axis.loglog([_intensity(row) for row in line], [_rate(row) for row in line], linewidth=0.8,
-                        color=style.backend_style(backend, names)["color"], marker=MARKERS[op],
-                        label=f"{op}, {backend}")
+            axis.loglog(
+                [_intensity(row) for row in line],
+                [_rate(row) for row in line],
+                linewidth=0.8,
+                color=style.backend_style(backend, names)["color"],
+                marker=MARKERS[op],
+                label=f"{op}, {backend}",
+            )
         found = [row for row in series if row.op == op and row.peer_us and "fp8" not in row.peer]
         if found:
             dense = min(found, key=lambda row: row.peer_us)
-            axis.loglog(*_dense(dense), MARKERS[op], color=style.RED, fillstyle="none", markersize=7,
-                        label=f"{dense.peer}, dense {op.removeprefix('sparse_')}")
+            axis.loglog(
+                *_dense(dense),
+                MARKERS[op],
+                color=style.RED,
+                fillstyle="none",
+                markersize=7,
+                label=f"{dense.peer}, dense {op.removeprefix('sparse_')}",
+            )
     _roofs(axis, series[0], limits)
     axis.xaxis.set_major_locator(FixedLocator([0.25, 0.5, 1, 2, 4]))
     axis.yaxis.set_major_locator(FixedLocator([0.5, 1, 2, 4, 8, 16]))
@@ -68,12 +79,24 @@ def _dense(row: Row) -> tuple[float, float]:
 def _roofs(axis: Axes, row: Row, limits: Ceilings) -> None:
     intensities = [0.36, 4.0]
     axis.loglog(intensities, [limits.copy_tb_per_s * x for x in intensities], color="black", linewidth=1.3)
-    axis.annotate(f"copy, {limits.copy_tb_per_s:.3g} TB/s", (0.62, 0.62 * limits.copy_tb_per_s), rotation=38,
-                  xytext=(-6, 6), textcoords="offset points", fontsize=9)
+    axis.annotate(
+        f"copy, {limits.copy_tb_per_s:.3g} TB/s",
+        (0.62, 0.62 * limits.copy_tb_per_s),
+        rotation=38,
+        xytext=(-6, 6),
+        textcoords="offset points",
+        fontsize=9,
+    )
     per_clock = row.sm_clock_mhz * 1e6 * row.multiprocessors / 1e12
     for scheme, rate in limits.decode.items():
         axis.axhline(rate * per_clock, color=style.GREY, linestyle="--", linewidth=1.1)
-        axis.annotate(f"decode micro-benchmark, {scheme}: {rate:.3g} elements/clk/SM", (0.37, rate * per_clock),
-                      xytext=(0, 3), textcoords="offset points", fontsize=8, color=style.GREY)
+        axis.annotate(
+            f"decode micro-benchmark, {scheme}: {rate:.3g} elements/clk/SM",
+            (0.37, rate * per_clock),
+            xytext=(0, 3),
+            textcoords="offset points",
+            fontsize=8,
+            color=style.GREY,
+        )
     top = max([limits.copy_tb_per_s, *(rate * per_clock for rate in limits.decode.values())])
     axis.set_ylim(0.5, 1.6 * top)

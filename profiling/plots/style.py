@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -12,21 +14,40 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from PIL import Image  # which matplotlib needs, too
+
+from profiling.cases import DECODE_OPS
+from profiling.rows import Row
 
 # Colours that colour-blind readers can tell apart (Okabe and Ito).
 BLUE, ORANGE, GREEN, RED, PURPLE, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#555555"
 DATA_COLORS = {"gaussian": BLUE, "outlier": ORANGE, "equal": GREEN}
-PRODUCTS = {"sparse_qk": "sparse_qk: logits", "sparse_av": "sparse_av: weighted values",
-            "sparse_attention": "sparse_attention"}
+PRODUCTS = {
+    "sparse_qk": "sparse_qk: logits",
+    "sparse_av": "sparse_av: weighted values",
+    "sparse_attention": "sparse_attention",
+}
 _BACKEND_COLORS = (BLUE, GREEN, PURPLE, ORANGE)
 _MARKERS = "os^D"
-DPI = 130
+DPI = 110
+COLORS = 48  # of a file
 
 _SETTINGS = {
-    "figure.dpi": DPI, "savefig.dpi": DPI, "figure.constrained_layout.use": True, "font.size": 10,
-    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3, "grid.linewidth": 0.6,
-    "axes.titlesize": 11, "axes.titlelocation": "left", "legend.frameon": False, "legend.fontsize": 9,
-    "lines.linewidth": 1.8, "lines.markersize": 5, "svg.hashsalt": "cute_kernels", "svg.fonttype": "none",
+    "figure.dpi": DPI,
+    "savefig.dpi": DPI,
+    "figure.constrained_layout.use": True,
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.alpha": 0.3,
+    "grid.linewidth": 0.6,
+    "axes.titlesize": 11,
+    "axes.titlelocation": "left",
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+    "lines.linewidth": 1.8,
+    "lines.markersize": 5,
 }
 
 
@@ -38,6 +59,15 @@ def panels(count: int, width: float = 4.6, height: float = 3.9) -> tuple[Figure,
     """A row of panels; sizes in inches."""
     figure, axes = plt.subplots(1, count, figsize=(width * count, height), squeeze=False)
     return figure, list(axes[0])
+
+
+def operation_panels(series: Sequence[Row]) -> tuple[Figure, dict[str, Axes], list[str]]:
+    """(figure, operation -> its panel, backends) for the operations that have rows; the first panel is the leftmost."""
+    ops = [op for op in DECODE_OPS if any(row.op == op for row in series)]
+    figure, axes = panels(len(ops))
+    for op, axis in zip(ops, axes, strict=True):
+        axis.set_title(PRODUCTS[op])
+    return figure, dict(zip(ops, axes, strict=True)), list(dict.fromkeys(row.backend for row in series))
 
 
 def backend_style(backend: str, backends: list[str]) -> dict[str, str]:
@@ -52,10 +82,11 @@ def shared_legend(figure: Figure, axes: list[Axes]) -> None:
     figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=min(len(entries), 3 * len(axes)))
 
 
-def save(figure: Figure, folder: Path, name: str) -> list[Path]:
+def save(figure: Figure, folder: Path, name: str) -> Path:
+    """Writes NAME.png with a palette of few colours, which a plot looks the same with; returns its path."""
     folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / f"{name}.{suffix}" for suffix in ("png", "svg")]
-    for path in paths:
-        figure.savefig(path, metadata={"Software": None} if path.suffix == ".png" else {"Date": None})
+    path, drawn = folder / f"{name}.png", io.BytesIO()
+    figure.savefig(drawn, format="png", metadata={"Software": None})
     plt.close(figure)
-    return paths
+    Image.open(drawn).convert("RGB").quantize(COLORS, dither=Image.Dither.NONE).save(path, optimize=True)
+    return path

@@ -3,17 +3,15 @@
     python -m profiling.recipes.associative_recall            # a GPU: four million parameters, two minutes
     python -m profiling.recipes.associative_recall --quick    # a CPU: a model of 80 000, a few minutes
 
-Rows (accuracy in percent of the tokens that follow from the context) and the plot go to
-profiling/results/<device>/accuracy/ as accuracy.{csv,json,md} and plots/accuracy.{png,svg}; on a CPU or with arguments,
-to build/accuracy/. Every rule prunes keys, values or both: the context is prefilled, its tokens older than the window
-are pruned, and what follows is read 16 tokens at a time. Needs the extras `eval` and `profile`.
+Rows (accuracy in percent of the tokens that follow from the context) go to build/profiling/<device>/accuracy/ as
+accuracy.json; with --commit-results, to profiling/results/<device>/accuracy/. python -m profiling.report makes the
+table, CSV and the plot of them. Every rule prunes keys, values or both: the context is prefilled, its tokens older than
+the window are pruned, and what follows is read 16 tokens at a time. Needs the extra `eval`.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +19,7 @@ from typing import Any
 
 import torch
 
-from profiling import ROOT
+from profiling import folders, records
 
 try:
     from cute_kernels.eval import models, results
@@ -40,6 +38,22 @@ RULES = ("magnitude", "output-aware", "channel-magnitude", "think", "random")
 SPARSITIES = (0.5, 0.7, 0.8, 0.9)
 CHUNK = 16
 COMMAND = "python -m profiling.recipes.associative_recall"
+NAME = "accuracy"
+# What all rows of a run have in common.
+OF_A_RUN = (
+    "parameters",
+    "head_dim",
+    "context",
+    "dtype",
+    "training_steps",
+    "seed",
+    "device",
+    "driver",
+    "torch",
+    "commit",
+    "timestamp",
+    "command",
+)
 Row = dict[str, Any]
 
 
@@ -61,9 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, RuntimeError) as error:
         print(f"{COMMAND}: error: {error}", file=sys.stderr)
         return 2
-    for path in write(rows, args.out or _folder(args, where)):
-        print(path)
-    print(markdown(rows), end="")
+    folder = args.out or folders.of_device(where.slug, args.commit_results) / NAME
+    print(markdown(rows), f"wrote {write(rows, folder)}", sep="\n")
     return 0
 
 
@@ -117,24 +130,11 @@ def accuracies(model: Any, setting: Setting, drawn: dict[str, Sequences], batch:
     }
 
 
-def write(rows: list[Row], folder: Path) -> list[Path]:
-    """Rows as CSV, JSON and a table, and the plot if matplotlib is there."""
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / f"accuracy.{suffix}" for suffix in ("csv", "json", "md")]
-    with paths[0].open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-    paths[1].write_text(json.dumps(rows, indent=1) + "\n")
-    paths[2].write_text(markdown(rows))
-    try:
-        from profiling.plots import accuracy as plot
-        from profiling.plots import style
-    except ImportError as error:
-        training.print_to_stderr(f"no plot: it needs matplotlib (extra profile): {error}")
-        return paths
-    with style.settings():
-        return paths + style.save(plot.figure(rows), folder / "plots", "accuracy")
+def write(rows: list[Row], folder: Path) -> Path:
+    """Writes accuracy.json; returns its path."""
+    path = folder / f"{NAME}.json"
+    records.write(path, rows, OF_A_RUN)
+    return path
 
 
 def markdown(rows: list[Row]) -> str:
@@ -146,13 +146,6 @@ def markdown(rows: list[Row]) -> str:
         f"tokens, window {row['window']}; {row['device']}, torch {row['torch']}, commit {row['commit'][:7]}.\n\n"
         f"`{row['command']}`\n\n" + results.table(rows)
     )
-
-
-def _folder(args: argparse.Namespace, where: Environment) -> Path:
-    """Only the whole recipe on a GPU is a result to keep."""
-    if args.given or where.device.type == "cpu":
-        return ROOT / "build" / "accuracy"
-    return ROOT / "profiling" / "results" / where.slug / "accuracy"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -167,7 +160,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--batch", type=int, default=256, help="sequences evaluated at a time")
     add("--seed", type=int, default=0, help="of weights and sequences")
     add("--save", type=Path, default=None, help="folder for the trained model")
-    add("--out", type=Path, default=None, help="folder for the rows (default: by device, or build/accuracy)")
+    add("--out", type=Path, default=None, help="folder for the rows (default: of the device, in build/profiling)")
+    add("--commit-results", action="store_true", help="write to the committed results of this device")
     return parser
 
 

@@ -37,10 +37,31 @@ class Size:
     learning_rate: float = 1e-3
 
 
-FULL = Size(pairs=127, symbols=512, layers=4, hidden=256, heads=4, kv_heads=2, head_dim=64, intermediate=1024,
-            tokens=1 << 15, steps=8000)  # fmt: skip
-QUICK = Size(pairs=31, symbols=64, layers=2, hidden=64, heads=2, kv_heads=1, head_dim=32, intermediate=128,
-             tokens=1 << 12, steps=4000, learning_rate=3e-3)  # fmt: skip
+FULL = Size(
+    pairs=127,
+    symbols=512,
+    layers=4,
+    hidden=256,
+    heads=4,
+    kv_heads=2,
+    head_dim=64,
+    intermediate=1024,
+    tokens=1 << 15,
+    steps=8000,
+)
+QUICK = Size(
+    pairs=31,
+    symbols=64,
+    layers=2,
+    hidden=64,
+    heads=2,
+    kv_heads=1,
+    head_dim=32,
+    intermediate=128,
+    tokens=1 << 12,
+    steps=4000,
+    learning_rate=3e-3,
+)
 
 
 def build(size: Size, seed: int) -> Any:

@@ -73,12 +73,12 @@ class Kernel:
     """One kernel for one architecture."""
 
     name: str
-    arch: str       # "sm_90a"
-    source: str     # the .cu file, as nvcc was given it
+    arch: str  # "sm_90a"
+    source: str  # the .cu file, as nvcc was given it
     registers: int  # a thread
-    stack: int      # bytes a thread
-    local: int      # bytes a thread
-    shared: int     # static bytes a CTA; from 9.0 on with the 1024 that the system takes
+    stack: int  # bytes a thread
+    local: int  # bytes a thread
+    shared: int  # static bytes a CTA; from 9.0 on with the 1024 that the system takes
     code: Code
 
     @property
@@ -96,8 +96,9 @@ def read_kernels(library: Path, cuobjdump: Path) -> list[Kernel]:
     kernels = []
     for arch, source, symbol, resources in parse_resources("".join(_lines(cuobjdump, "-res-usage", library))):
         registers, stack, shared, local = resources
-        kernels.append(Kernel(short_name(symbol), arch, source, registers, stack, local, shared,
-                              codes.get((arch, symbol), Code())))
+        kernels.append(
+            Kernel(short_name(symbol), arch, source, registers, stack, local, shared, codes.get((arch, symbol), Code()))
+        )
     return kernels
 
 

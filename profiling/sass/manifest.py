@@ -18,8 +18,13 @@ def numbers(kernel: Kernel) -> Numbers:
     """What is compared: registers a thread, static bytes of shared memory, instructions in all and by kind, and in how
     many bytes of code the decoder lies, where there is one."""
     decoder = {"decoder_end": kernel.code.decoder_end} if kernel.code.decoder_end else {}
-    return {"registers": kernel.registers, "shared": kernel.shared, "instructions": kernel.code.instructions, **decoder,
-            **{name: kernel.code.counts[name] for name in sorted(kernel.code.counts)}}
+    return {
+        "registers": kernel.registers,
+        "shared": kernel.shared,
+        "instructions": kernel.code.instructions,
+        **decoder,
+        **{name: kernel.code.counts[name] for name in sorted(kernel.code.counts)},
+    }
 
 
 def table(kernels: Iterable[Kernel]) -> dict[str, Numbers]:
@@ -61,8 +66,11 @@ def differences(old: Mapping[str, Numbers], new: Mapping[str, Numbers]) -> list[
             if _arch(key) in archs(old):
                 lines.append(f"+ {key}: new, {new[key]['registers']} registers")
         elif old[key] != new[key]:
-            moved = [f"{name} {old[key].get(name, 0)} -> {new[key].get(name, 0)}"
-                     for name in dict.fromkeys((*old[key], *new[key])) if old[key].get(name) != new[key].get(name)]
+            moved = [
+                f"{name} {old[key].get(name, 0)} -> {new[key].get(name, 0)}"
+                for name in dict.fromkeys((*old[key], *new[key]))
+                if old[key].get(name) != new[key].get(name)
+            ]
             lines.append(f"  {key}: {', '.join(moved)}")
     return lines
 

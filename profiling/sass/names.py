@@ -37,7 +37,7 @@ def demangle(symbol: str) -> str:
 
 
 def short_name(symbol: str) -> str:
-    """sm80::sparse_qk_kernel<Traits<key,f16,128,8>>.
+    """sm80::sparse_qk_kernel<WarpTraits<key,f16,128,8>>.
 
     Without parameters, repeated arguments, and namespaces other than those of an architecture (sm90).
     """
@@ -47,6 +47,7 @@ def short_name(symbol: str) -> str:
     for long, short in _WORDS.items():
         text = text.replace(long, short)
     text = re.sub(r"\b(?!sm\d+::)[A-Za-z_]\w*::", "", text.removeprefix("void ")).replace(" ", "")
+    text = re.sub(r"StoredOperand<BitmapTile,(?:Fp16|Bf16)Codec,(\w+)>", r"\1", text)  # the codec says no more
     name, arguments = _split(text)
     said: list[str] = []
     for argument in arguments:

@@ -45,8 +45,10 @@ def _broken(kernel: Kernel) -> list[str]:
     if not kernel.code.instructions:
         return ["its code was not found in the disassembly"]
     if counts["STL"] or counts["LDL"] or kernel.stack or kernel.local:
-        lines.append(f"spills or local memory: {counts['STL']} STL, {counts['LDL']} LDL, {kernel.stack} bytes of "
-                     f"stack, {kernel.local} local")
+        lines.append(
+            f"spills or local memory: {counts['STL']} STL, {counts['LDL']} LDL, {kernel.stack} bytes of "
+            f"stack, {kernel.local} local"
+        )
     if is_product(kernel):
         lines += _broken_product(kernel)
     return lines
@@ -86,8 +88,9 @@ def _broken_wgmma(kernel: Kernel) -> list[str]:
     if not good:
         lines.append("no HGMMA of 64 x N x 16 with A in registers and a result")
     elif good != counts["HGMMA"]:
-        lines.append(f"{counts['HGMMA'] - good} of {counts['HGMMA']} HGMMA have another shape, A in shared memory, or "
-                     "no result")
+        lines.append(
+            f"{counts['HGMMA'] - good} of {counts['HGMMA']} HGMMA have another shape, A in shared memory, or no result"
+        )
     if kernel.code.serialized:
         lines.append("every HGMMA is waited for alone: ptxas serialized them, its notes C75xx say why")
     return lines

@@ -21,21 +21,28 @@ EXAMPLES = """examples:
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="python -m profiling.tile_model", description=__doc__, epilog=EXAMPLES,
-                                formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--device", default="H200", help=f"{', '.join(DEVICES)}, or attached, this machine's GPU "
-                                                    "(default: %(default)s)")
+    p = argparse.ArgumentParser(
+        prog="python -m profiling.tile_model",
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    p.add_argument(
+        "--device", default="H200", help=f"{', '.join(DEVICES)}, or attached, this machine's GPU (default: %(default)s)"
+    )
     what = p.add_mutually_exclusive_group(required=True)
     what.add_argument("--gemm", nargs=3, type=int, metavar=("M", "N", "K"), help="a dense fp16 GEMM")
     what.add_argument("--case", choices=OPS, help="a sparse product; takes --shape and --keep")
     what.add_argument("--list-devices", action="store_true", help="the built-in devices, and who says so")
-    p.add_argument("--shape", metavar="B,Hq,Hkv,Sq,T,D",
-                   help="batch, query heads, KV heads, query tokens, cached tokens, head dim")
+    p.add_argument(
+        "--shape", metavar="B,Hq,Hkv,Sq,T,D", help="batch, query heads, KV heads, query tokens, cached tokens, head dim"
+    )
     p.add_argument("--keep", type=int, help="nonzeros a token and head")
-    p.add_argument("--backend", choices=BACKENDS, help="of a sparse product (default: what \"auto\" takes)")
+    p.add_argument("--backend", choices=BACKENDS, help='of a sparse product (default: what "auto" takes)')
     p.add_argument("--dtype", choices=DTYPES, default=DTYPES[0])
-    p.add_argument("--data", choices=DATA, default=DATA[0],
-                   help="in the cache: decides the padding, and which row to compare with")
+    p.add_argument(
+        "--data", choices=DATA, default=DATA[0], help="in the cache: decides the padding, and which row to compare with"
+    )
     p.add_argument("--all", action="store_true", help="every candidate of a GEMM")
     p.add_argument("--json", action="store_true", help="the candidates and the choice as JSON")
     return p
@@ -78,8 +85,17 @@ def _gemm(args: argparse.Namespace) -> None:
         print(*explain.gemm_lines(device, shape, args.all), sep="\n")
         return
     found = gemm.candidates(device, shape)
-    print(json.dumps({"device": asdict(device), "gemm": asdict(shape), "chosen": explain.as_data(found[0]),
-                      "candidates": [explain.as_data(c) for c in found]}, indent=1))
+    print(
+        json.dumps(
+            {
+                "device": asdict(device),
+                "gemm": asdict(shape),
+                "chosen": explain.as_data(found[0]),
+                "candidates": [explain.as_data(c) for c in found],
+            },
+            indent=1,
+        )
+    )
 
 
 def _product(args: argparse.Namespace) -> None:
@@ -91,9 +107,18 @@ def _product(args: argparse.Namespace) -> None:
         print(*explain.product_lines(device, case, measured), sep="\n")
         return
     plans = products.candidates(device, case)
-    print(json.dumps({"device": asdict(device), "case": str(case), "measured_us": measured,
-                      "chosen": explain.as_data(products.best(device, case)),
-                      "candidates": [explain.as_data(plan) for plan in plans]}, indent=1))
+    print(
+        json.dumps(
+            {
+                "device": asdict(device),
+                "case": str(case),
+                "measured_us": measured,
+                "chosen": explain.as_data(products.best(device, case)),
+                "candidates": [explain.as_data(plan) for plan in plans],
+            },
+            indent=1,
+        )
+    )
 
 
 if __name__ == "__main__":

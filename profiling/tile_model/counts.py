@@ -2,23 +2,24 @@
 
 A tile is 64 tokens of one KV head times the head's channels, 2 D elements a lane. A warp multiplies it by N query rows;
 on CC 9.0 a warpgroup multiplies by more rows than a warp takes, a quarter of the tile in each of its warps.
-Instructions of the decoder are counted from decompress.hpp, those around it come from counters:
+Instructions of the decoder are counted from mma/bitmap16_decoder.hpp, those around it come from counters:
 
     an element of a lane  1 LDS, 0.5 PRMT, 0.5 IDP (for four: an address by dp4a and a selector by dp2a), 0.25 IMAD
                           (the other selector), 0.25 LOP3
     a bitmap word         1 LDS, 3 SHF, 1 POPC (both streams, every other word), 2 others
     an m16n8k16 atom      1 HMMA
-    the rest, sparse_qk   1312 instructions a tile were counted at D 128, N 8, 4 rows (profiling/NOTES.md), 920 of them
-                          MMAs and a decoder of 128 more: 392 for copies, offsets, loop and epilogue; of the latter 12 a
-                          row
+    the rest, sparse_qk   1312 instructions a tile were counted at D 128, N 8, 4 rows (docs/notes/products.md), 920 of
+                          them MMAs and a decoder of 128 more: 392 for copies, offsets, loop and epilogue; of the
+                          latter 12 a row
     the rest, sparse_av   198 more: the loops over tiles differ by that much in the machine code (profiling.sass)
-    on CC 9.0, by warps   1218 were counted then for sparse_qk, 298 of them the rest; the loop of sparse_av had 1095 if p
-                          is aligned, 175 of them the rest, and its producers are taken to be those of sparse_qk, some 50
+    on CC 9.0, by warps   1218 were counted then for sparse_qk, 298 of them the rest; the loop of sparse_av had 1095 if
+                          p is aligned, 175 of them the rest, and its producers are taken to be those of sparse_qk,
+                          some 50
     by warpgroups         a warp finds its quarter by the words before it, a warpgroup issues 4 x 8 HGMMA at D 128; the
                           rest is that of p: 81 a row in the machine code (884 and 1536 in the loop of a warp at N 32
-                          and 64), taken to be 97, for 32 rows more took 29 clocks a row and tile (profiling/NOTES.md);
-                          that of keys is 520 and 6.4 a row: 415 and 470 in the loop of a warp at N 32 and 64 if rows of
-                          the output are on 16 bytes, and producers as above
+                          and 64), taken to be 97, for 32 rows more took 29 clocks a row and tile
+                          (docs/notes/products.md); that of keys is 520 and 6.4 a row: 415 and 470 in the loop of a warp
+                          at N 32 and 64 if rows of the output are on 16 bytes, and producers as above
 """
 
 from __future__ import annotations
@@ -29,34 +30,50 @@ from dataclasses import dataclass
 from profiling.cases import Case
 
 TILE_TOKENS = 64
-ROW_BYTES = 128          # of a block: one word a lane
-ROWS_BEHIND = 2          # it, that the decoder may read
+ROW_BYTES = 128  # of a block: one word a lane
+ROWS_BEHIND = 2  # it, that the decoder may read
 ORDER_BYTES = TILE_TOKENS
 OFFSET_BYTES = 4
 HEAD_DIMS = (64, 128, 256)
-ROW_BLOCKS = {("sm80", "key"): (8, 16), ("sm80", "value"): (8, 16),  # N
-              ("sm90", "key"): (8, 16, 32, 64), ("sm90", "value"): (8, 16, 32, 64)}
-WARP_ROWS = 16           # the largest N of a warp; more are a warpgroup's
+ROW_BLOCKS = {
+    ("sm80", "key"): (8, 16),
+    ("sm80", "value"): (8, 16),  # N
+    ("sm90", "key"): (8, 16, 32, 64),
+    ("sm90", "value"): (8, 16, 32, 64),
+}
+WARP_ROWS = 16  # the largest N of a warp; more are a warpgroup's
 
 # Registers besides accumulators and B fragments, or a warpgroup's A fragments: traits.hpp of the kernels, from the
 # compiler's reports.
-WORKING_REGISTERS = {("key", 8): 64, ("key", 16): 64, ("value", 8): 84, ("value", 16): 90,
-                     ("key", 32): 40, ("key", 64): 40, ("value", 32): 44, ("value", 64): 44}
+WORKING_REGISTERS = {
+    ("key", 8): 64,
+    ("key", 16): 64,
+    ("value", 8): 84,
+    ("value", 16): 90,
+    ("key", 32): 40,
+    ("key", 64): 40,
+    ("value", 32): 44,
+    ("value", 64): 44,
+}
 
 # A stream is as long as the longest of 64; balanced streams exceed the mean by this many standard deviations of
-# a binomial count, and the longest of all tiles by as many rows more (profiling/NOTES.md, token order; 2048 to 16384
-# tokens, Gaussian).
+# a binomial count, and the longest of all tiles by as many rows more (docs/notes/compress.md, token order; 2048 to
+# 16384 tokens, Gaussian).
 PADDING_DEVIATIONS = 0.65
 LONGEST_TILE_ROWS = 3
 
-REST = {("sm80", "key"): 392 - 4 * 12, ("sm80", "value"): 392 + 198 - 4 * 12,
-        ("sm90", "key"): 298 - 4 * 12, ("sm90", "value"): 175 + 50 - 4 * 12}
+REST = {
+    ("sm80", "key"): 392 - 4 * 12,
+    ("sm80", "value"): 392 + 198 - 4 * 12,
+    ("sm90", "key"): 298 - 4 * 12,
+    ("sm90", "value"): 175 + 50 - 4 * 12,
+}
 REST_A_ROW = 12
 WARPGROUP_REST = {"key": 520, "value": 0}
 WARPGROUP_REST_A_ROW = {"key": 6.4, "value": 97}
 BARRIER_BYTES = 3 * 8 * 48  # of a CTA on CC 9.0
-CONFLICTS = 2.0          # wavefronts of an access in the order of tokens, which no layout can foresee (assumed)
-MATRIX_CONFLICTS = 2.6   # of 8 rows of 16 bytes that lie at random
+CONFLICTS = 2.0  # wavefronts of an access in the order of tokens, which no layout can foresee (assumed)
+MATRIX_CONFLICTS = 2.6  # of 8 rows of 16 bytes that lie at random
 
 
 @dataclass(frozen=True)
@@ -64,11 +81,11 @@ class Tile:
     """A worker's, a warp's or a warpgroup's, work on a tile. Instructions are of warps, wavefronts 128 bytes of shared
     memory."""
 
-    backend: str       # sm80, sm90
+    backend: str  # sm80, sm90
     role: str
-    head_dim: int      # padded: 64, 128 or 256
-    n: int             # query rows that are multiplied
-    rows: int          # of those, that exist
+    head_dim: int  # padded: 64, 128 or 256
+    n: int  # query rows that are multiplied
+    rows: int  # of those, that exist
     block_rows: float  # rows of 128 bytes: the bitmap and the values, mean
     longest_rows: int  # of any tile
     element_bytes: int
@@ -134,11 +151,10 @@ class Tile:
 
     @property
     def stage_bytes(self) -> int:
-        """The longest block, its order and p, or a warp's results, which take the block's place."""
-        results = self.n * 4 * (TILE_TOKENS if self.role == "key" else self.head_dim)
-        if self.role == "value" and self.backend == "sm80":
-            results //= 2  # a warp has two stages at least
-        results = results if self.worker_warps == 1 else 0
+        """The longest block, its order and p, or a warp's results, which take the block's place: logits, and on CC 9.0
+        partials."""
+        in_stages = self.worker_warps == 1 and (self.role == "key" or self.backend == "sm90")
+        results = self.n * 4 * (TILE_TOKENS if self.role == "key" else self.head_dim) if in_stages else 0
         block = _aligned(max(self.longest_rows * ROW_BYTES, results))
         return _aligned(block + max(ORDER_BYTES + self.rows * self.p_row_bytes, ROWS_BEHIND * ROW_BYTES))
 
@@ -164,8 +180,18 @@ class Tile:
         if self.worker_warps > 1:
             mma = {"HMMA": 0.0, "HGMMA": e / 8}
             rest = WARPGROUP_REST[self.role] + WARPGROUP_REST_A_ROW[self.role] * self.rows
-        return {"LDS": e + w + before, "IDP": 0.5 * e, "IMAD": 0.25 * e, "PRMT": 0.5 * e, "LOP3": 0.25 * e, "SHF": 3.0 * w,
-                "POPC": w + before, "other": 2.0 * w, **mma, "rest": rest}
+        return {
+            "LDS": e + w + before,
+            "IDP": 0.5 * e,
+            "IMAD": 0.25 * e,
+            "PRMT": 0.5 * e,
+            "LOP3": 0.25 * e,
+            "SHF": 3.0 * w,
+            "POPC": w + before,
+            "other": 2.0 * w,
+            **mma,
+            "rest": rest,
+        }
 
     @property
     def wavefronts(self) -> float:
@@ -184,9 +210,9 @@ class Tile:
         """Shared memory of a CTA besides stages, if at most so many warpgroups work: on CC 9.0 barriers, and a
         warpgroup's q and two tiles' logits, or p in order, twice, with its scales."""
         if self.backend == "sm80":
-            return 4 * 4 * warpgroups if self.role == "value" else 0
+            return 0
         if self.worker_warps == 1:
-            return _aligned(BARRIER_BYTES + 4 * 16)
+            return _aligned(BARRIER_BYTES)
         if self.role == "key":
             operand = self.n * self.head_dim * self.element_bytes + 2 * self.logits_bytes
         else:

@@ -14,14 +14,14 @@ from profiling.tile_model.device import Device
 
 ELEMENT_BYTES = 2
 TILES_M, TILES_N, TILES_K = (64, 128, 256), (64, 128, 192, 256), (32, 64, 128)
-WORKING_REGISTERS = 40   # addresses, descriptors, loop and barrier state beside accumulators (and fragments)
+WORKING_REGISTERS = 40  # addresses, descriptors, loop and barrier state beside accumulators (and fragments)
 PRODUCER_REGISTERS = 24  # a thread of the producer warpgroup: setmaxnreg's minimum
-CONSUMER_MOST = 240      # setmaxnreg for two consumers: 2 * 240 + 24 <= 65536 / 128
-STEP_CLOCKS = 16         # of a K step that no MMA covers: barrier and issue (assumed)
+CONSUMER_MOST = 240  # setmaxnreg for two consumers: 2 * 240 + 24 <= 65536 / 128
+STEP_CLOCKS = 16  # of a K step that no MMA covers: barrier and issue (assumed)
 BARRIER_BYTES = 1024
 MOST_STAGES = 8
-CLUSTER = 2              # CTAs that share the larger operand by multicast, 9.0
-PORT_BYTES = 64          # that one SM takes from L2 a clock
+CLUSTER = 2  # CTAs that share the larger operand by multicast, 9.0
+PORT_BYTES = 64  # that one SM takes from L2 a clock
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class Candidate:
     """A tile with what it needs. Clocks are of one SM and one K step."""
 
     tile: tuple[int, int, int]
-    groups: int                    # warpgroups that multiply (9.0), else warps
-    registers: int                 # a thread that multiplies
+    groups: int  # warpgroups that multiply (9.0), else warps
+    registers: int  # a thread that multiplies
     stages: int
     stage_bytes: int
     clocks: dict[str, float] = field(default_factory=dict)
@@ -62,6 +62,7 @@ def candidates(device: Device, shape: Shape) -> list[Candidate]:
     """Every tile, the fastest first, those rejected last."""
     tiles = product(TILES_M, TILES_N, TILES_K)
     found = [_candidate(device, shape, tile) for tile in tiles]
+
     # Of tiles as fast as one another the one that loads the other resources least.
     def order(c: Candidate) -> tuple:
         return bool(c.rejected), round(c.us, 1), sum(c.clocks.values()) / math.prod(c.tile), c.tile
@@ -86,8 +87,9 @@ def _candidate(device: Device, shape: Shape, tile: tuple[int, int, int]) -> Cand
     stage_bytes = (bm + bn) * bk * ELEMENT_BYTES
     groups, registers, limit = _warpgroups(device, bm, bn) if device.is_hopper else _warps(device, bm, bn)
     if registers > limit:
-        return Candidate(tile, groups, registers, 0, stage_bytes,
-                         rejected=f"{registers} registers a thread of {limit} there are")
+        return Candidate(
+            tile, groups, registers, 0, stage_bytes, rejected=f"{registers} registers a thread of {limit} there are"
+        )
 
     clocks = step_clocks(device, tile, groups)
     step = max(clocks.values()) + STEP_CLOCKS
@@ -96,9 +98,16 @@ def _candidate(device: Device, shape: Shape, tile: tuple[int, int, int]) -> Cand
     fit = min(MOST_STAGES, (device.shared_bytes - staging) // stage_bytes)
     need = 1 + math.ceil((device.l2_latency + _l2_bytes(device, tile) / PORT_BYTES) / step)
     if fit < need:
-        return Candidate(tile, groups, registers, fit, stage_bytes, clocks,
-                         rejected=f"{need} stages hide the latency, {fit} fit "
-                                  + (f"beside {staging >> 10} KiB of C" if staging else "in shared memory"))
+        return Candidate(
+            tile,
+            groups,
+            registers,
+            fit,
+            stage_bytes,
+            clocks,
+            rejected=f"{need} stages hide the latency, {fit} fit "
+            + (f"beside {staging >> 10} KiB of C" if staging else "in shared memory"),
+        )
     steps = math.ceil(shape.k / bk)
     tiles = math.ceil(shape.m / bm) * math.ceil(shape.n / bn)
     waves = math.ceil(tiles / device.multiprocessors)
@@ -144,8 +153,11 @@ def step_clocks(device: Device, tile: tuple[int, int, int], groups: int) -> dict
         read, fma = groups * sum(warp_tile(bm, bn, groups)) * bk * ELEMENT_BYTES, device.mma_sync_fma
     written = (bm + bn) * bk * ELEMENT_BYTES
     l2_share = device.l2_bytes_a_clock / device.multiprocessors
-    return {"tensor": bm * bn * bk / fma, "shared": (read + written) / device.shared_bytes_a_clock,
-            "L2": _l2_bytes(device, tile) / l2_share}
+    return {
+        "tensor": bm * bn * bk / fma,
+        "shared": (read + written) / device.shared_bytes_a_clock,
+        "L2": _l2_bytes(device, tile) / l2_share,
+    }
 
 
 def _l2_bytes(device: Device, tile: tuple[int, int, int]) -> float:

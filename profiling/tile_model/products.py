@@ -30,14 +30,14 @@ BYTES_AHEAD, MIN_AHEAD, MAX_AHEAD = 32 << 10, 2, 8
 PRODUCERS = (4, 3, 2, 1)
 
 # sm90: registers of a producer's thread, and the most that a worker's gets (setmaxnreg). Warps fetch nothing there, so
-# they do with fewer than the traits count, by warpgroups (sm90/warp_kernels.hpp).
+# they do with fewer than the traits count, by warpgroups (ops/product/sm90/warp_pipeline.hpp).
 PRODUCER_REGISTERS = 40
 WORKER_MOST = 232
 SPARED_REGISTERS = {1: 16, 2: 16, 3: 16, 4: 20}
 
-# What part of the slowest pipe's rate the decoder reaches: decode_microbench (profiling/NOTES.md) has 21.4, 25.1 and 27.8
-# elements a clock and SM of 31 with 8, 12 and 16 warps, 0.69, 0.81 and 0.90. Few warps are limited by latency, so in
-# proportion to their number; with so many both limits are equal.
+# What part of the slowest pipe's rate the decoder reaches: decode_microbench (docs/notes/products.md) has 21.4, 25.1
+# and 27.8 elements a clock and SM of 31 with 8, 12 and 16 warps, 0.69, 0.81 and 0.90. Few warps are limited by latency,
+# so in proportion to their number; with so many both limits are equal.
 LATENCY_WARPS = 8.4
 
 # p: how far memory and SM hide one another. sparse_qk on sm80, 8,32,8,1,T,128, 38 kept, takes 465 clocks an SM and tile
@@ -46,8 +46,9 @@ LATENCY_WARPS = 8.4
 OVERLAP_POWER = 5.0
 
 # Launch, first offsets and queries, instruction cache, last stores. sm80: what is left of that case's 39.2 us (and 7.0
-# of the 17.3 us at T 4096). sm90: the 6.7 k of 63.4 k clocks without a resident warp (profiling/NOTES.md). sparse_av
-# adds up partial sums, sm80 in a second kernel, which overlaps the drain: what it takes longer than sparse_qk at T 4096.
+# of the 17.3 us at T 4096). sm90: the 6.7 k of 63.4 k clocks without a resident warp (docs/notes/products.md).
+# sparse_av reduces splits, sm80 in a second kernel, which overlaps the drain: what it takes longer than sparse_qk at
+# T 4096.
 FIXED_US = {"sm80": 6.5, "sm90": 3.8}
 COMBINE_US = {"sm80": 2.0, "sm90": 2.5}
 
@@ -61,9 +62,9 @@ class Plan:
     warps: int
     workers: int
     stages: int
-    registers: int            # there are, a thread that multiplies
-    shared_bytes: int         # of the CTA
-    in_flight_bytes: float    # of an SM
+    registers: int  # there are, a thread that multiplies
+    shared_bytes: int  # of the CTA
+    in_flight_bytes: float  # of an SM
     clocks: dict[str, float] = field(default_factory=dict)  # of an SM and tile, by resource
     rounds: float = 0.0
     us: float = math.inf
@@ -82,8 +83,10 @@ def clocks_of(device: Device, tile: Tile, warps: int) -> dict[str, float]:
         "POPC": n["POPC"] * 32 / device.popc_lanes,
         "tensor": n["HMMA"] * 16 * 8 * 16 / device.mma_sync_fma + n["HGMMA"] * 16 * tile.n * 16 / device.tensor_fma,
     }
-    return {**{name: clocks / achieved(warps) for name, clocks in pipes.items()},
-            "DRAM": tile.dram_bytes / device.dram_bytes_a_clock}
+    return {
+        **{name: clocks / achieved(warps) for name, clocks in pipes.items()},
+        "DRAM": tile.dram_bytes / device.dram_bytes_a_clock,
+    }
 
 
 def achieved(warps: int) -> float:
@@ -119,8 +122,9 @@ def candidates(device: Device, case: Case) -> list[Plan]:
         ValueError: the device cannot run the backend, or no kernel takes the case.
     """
     if case.backend == "sm90" and not device.is_hopper:
-        raise ValueError(f"backend sm90 needs compute capability 9.0, {device.name} has "
-                         f"{'.'.join(map(str, device.capability))}")
+        raise ValueError(
+            f"backend sm90 needs compute capability 9.0, {device.name} has {'.'.join(map(str, device.capability))}"
+        )
     tile = Tile.of(case)
     plans = [_plan(device, case, tile, warps, stages) for warps in WARPS for stages in _stages(device, tile, warps)]
     fastest = min((plan.us for plan in plans), default=math.inf)
@@ -182,8 +186,19 @@ def _plan(device: Device, case: Case, tile: Tile, warps: int, stages: int) -> Pl
         rejected = f"{warps // 4} warpgroups of {tile.most_warpgroups} that shared memory always holds"
     elif shared > device.shared_bytes:
         rejected = f"{shared} bytes of shared memory of {device.shared_bytes}"
-    return Plan(warps, workers, stages, registers, shared, in_flight, clocks, rounds, math.inf if rejected else us,
-                limiter, rejected)
+    return Plan(
+        warps,
+        workers,
+        stages,
+        registers,
+        shared,
+        in_flight,
+        clocks,
+        rounds,
+        math.inf if rejected else us,
+        limiter,
+        rejected,
+    )
 
 
 def fixed_us(tile: Tile) -> float:

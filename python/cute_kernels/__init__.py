@@ -7,13 +7,13 @@
     p = torch.softmax(ck.sparse_qk(q, k, scale=D**-0.5), dim=-1)
     o = ck.sparse_av(p, v)
 
-Memory that is filled again and again, without waiting for the device, as a CUDA graph wants it:
+Preallocated memory is filled again and again without waiting for the device, as CUDA graphs need it:
 
     k = ck.SparseKV.preallocate(keys.shape, keys.dtype, role="key", sparsity=0.7, device=keys.device)
     ck.compress(keys, role="key", sparsity=0.7, out=k)
 
 Shapes, throughout: B batch, Hq query heads, Hkv KV heads (Hq a multiple of Hkv), Sq query tokens, T cached tokens, D
-head dim. The kernels are for inference: what they return has no gradient.
+head dim. The kernels are for inference: results have no gradient.
 
 The method, per-token magnitude pruning with a bitmap and packed nonzeros, is that of Mustafar (arXiv 2505.22913).
 """
@@ -21,11 +21,11 @@ The method, per-token magnitude pruning with a bitmap and packed nonzeros, is th
 from __future__ import annotations
 
 from cute_kernels import mustafar, rules
+from cute_kernels._runtime.backends import backends
 from cute_kernels.attention import sparse_attention
-from cute_kernels._backends import backends
 from cute_kernels.compression import compress, compress_kv, decompress, prune
 from cute_kernels.kv_cache import KVCache
-from cute_kernels.matmul import sparse_av, sparse_qk
+from cute_kernels.products import sparse_av, sparse_qk
 from cute_kernels.sparse_kv import SparseKV
 
 __version__ = "0.1.0"

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_kernels import _checks
+from cute_kernels._runtime import checks
 from cute_kernels.compression import compress
 from cute_kernels.sparse_kv import SparseKV
 
@@ -62,7 +62,7 @@ def read(
     Every nonzero is taken over bit for bit. Raises TypeError for a wrong class or dtype; ValueError for a wrong shape
     or device, and where counts, bitmaps and the number of values contradict each other.
     """
-    _checks.role(role)
+    checks.role(role)
     batch, kv_heads, tokens, head_dim = _shape(shape)
     heads, groups = batch * kv_heads, tokens * head_dim // GROUP
     packed, lengths = _values(values, heads)
@@ -86,11 +86,11 @@ def read_layer(layer: Sequence[Any]) -> tuple[SparseKV, SparseKV, tuple[Tensor, 
         )
     keys, key_window, values, value_window, compressed, _ = layer
     for window, name in ((key_window, "key window"), (value_window, "value window")):
-        _checks.tensor(window, name)
+        checks.tensor(window, name)
         if window.dim() != 4 or window.shape != key_window.shape:
             raise ValueError(f"{name} must have shape (B, Hkv, W, D), alike for both, got {tuple(window.shape)}")
     batch, kv_heads, _, head_dim = key_window.shape
-    shape = (batch, kv_heads, _checks.integer(compressed, "compressed tokens"), head_dim)
+    shape = (batch, kv_heads, checks.integer(compressed, "compressed tokens"), head_dim)
     caches = []
     for cache, role in ((keys, "key"), (values, "value")):
         if cache is None:
@@ -107,19 +107,19 @@ def read_layer(layer: Sequence[Any]) -> tuple[SparseKV, SparseKV, tuple[Tensor, 
 
 
 def _shape(shape: Sequence[int]) -> tuple[int, int, int, int]:
-    sizes = tuple(_checks.integer(size, "shape") for size in shape)
+    sizes = tuple(checks.integer(size, "shape") for size in shape)
     if len(sizes) != 4 or min(sizes) < 0:
         raise ValueError(f"shape must be four sizes (B, Hkv, T, D), got {sizes}")
     if sizes[2] % GROUP or sizes[3] % GROUP:
         raise ValueError(f"shape must have T and D that are multiples of {GROUP}, got T = {sizes[2]}, D = {sizes[3]}")
-    _checks.head_dim(sizes[3], "shape", sizes)
+    checks.head_dim(sizes[3], "shape", sizes)
     return sizes
 
 
 def _array(value: Any, name: str, dtype: torch.dtype, shape: tuple[int, int], device: torch.device) -> Tensor:
-    _checks.tensor(value, name)
-    _checks.dtype(value, name, (dtype,))
-    _checks.device(value, name, device, "values")
+    checks.tensor(value, name)
+    checks.dtype(value, name, (dtype,))
+    checks.device(value.device, name, device, "values")
     if value.shape != shape and value.shape != (shape[0] * shape[1],):
         raise ValueError(f"{name} must have shape {shape} or {(shape[0] * shape[1],)}, got {tuple(value.shape)}")
     return value.reshape(shape)
@@ -128,16 +128,16 @@ def _array(value: Any, name: str, dtype: torch.dtype, shape: tuple[int, int], de
 def _values(values: Any, heads: int) -> tuple[Tensor, list[int] | None]:
     """All values in one tensor, and how many each head has if that was said."""
     if isinstance(values, Tensor):
-        _checks.dtype(values, "values", _checks.CACHE_DTYPES)
+        checks.dtype(values, "values", checks.CACHE_DTYPES)
         return values.reshape(-1), None
     if not isinstance(values, (list, tuple)):
         raise TypeError(f"values must be a torch.Tensor or a list of them, got {type(values).__name__}")
     if len(values) != heads or not heads:
         raise ValueError(f"values must be one tensor or a list of B * Hkv = {heads} tensors, got {len(values)}")
     for i, value in enumerate(values):
-        _checks.tensor(value, f"values[{i}]")
-        _checks.dtype(value, f"values[{i}]", (values[0].dtype,) if i else _checks.CACHE_DTYPES)
-        _checks.device(value, f"values[{i}]", values[0].device, "values[0]")
+        checks.tensor(value, f"values[{i}]")
+        checks.dtype(value, f"values[{i}]", (values[0].dtype,) if i else checks.CACHE_DTYPES)
+        checks.device(value.device, f"values[{i}]", values[0].device, "values[0]")
     return torch.cat([value.reshape(-1) for value in values]), [value.numel() for value in values]
 
 

@@ -39,7 +39,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from cute_kernels import _checks
+from cute_kernels._runtime import checks
 
 GROUP_TOKENS = 32  # as in the experiments of arXiv 2505.22913
 
@@ -223,7 +223,7 @@ class Random(Rule):
     per_token = True
 
     def __init__(self, seed: int = 0) -> None:
-        self._generator = torch.Generator().manual_seed(_checks.integer(seed, "seed"))
+        self._generator = torch.Generator().manual_seed(checks.integer(seed, "seed"))
 
     def mask(self, x: Tensor, kept: int, role: str | None) -> Tensor:
         return largest(torch.rand(x.shape, generator=self._generator).to(x.device), kept, 3)
@@ -328,7 +328,7 @@ def _floats(value: Any, name: str, dimensions: tuple[int, ...]) -> Tensor:
 
 
 def _positive(value: Any, name: str) -> int:
-    count = _checks.integer(value, name)
+    count = checks.integer(value, name)
     if count < 1:
         raise ValueError(f"{name} must be at least 1, got {count}")
     return count

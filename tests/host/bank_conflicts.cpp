@@ -4,8 +4,8 @@
 #include <set>
 
 #include "check.hpp"
-#include "cute_kernels/format/codec.hpp"
-#include "cute_kernels/format/tile.hpp"
+#include "cute_kernels/format/codec/codec.hpp"
+#include "cute_kernels/format/tile/bitmap.hpp"
 
 using namespace cute_kernels::format;
 
@@ -18,20 +18,21 @@ int wavefronts(AddressOf address_of) {
     words[word % 32].insert(word);
   }
   size_t most = 0;
-  for (const auto& bank : words) most = std::max(most, bank.size());
+  for (auto const& bank : words) most = std::max(most, bank.size());
   return static_cast<int>(most);
 }
 
 int main() {
   std::mt19937 random(1);
-  const int rows = max_tile_rows<Codec16>(kMaxHeadDim);
+  int const rows = BitmapTile::max_tile_rows<Fp16Codec>(kMaxHeadDim);
   for (int i = 0; i < 1000; ++i) {
     int row[kLanes], stream[kLanes];
-    for (int lane = 0; lane < kLanes; ++lane) row[lane] = random() % rows, stream[lane] = random() % Codec16::kStreams;
+    for (int lane = 0; lane < kLanes; ++lane)
+      row[lane] = random() % rows, stream[lane] = random() % BitmapTile::kStreams;
     auto word = [&](int lane) { return row[lane] * kRowBytes + 4 * lane; };
-    auto value = [&](int lane) { return word(lane) + Codec16::kValueBits / 8 * stream[lane]; };
+    auto value = [&](int lane) { return word(lane) + kStreamBits / 8 * stream[lane]; };
     check(wavefronts(word) == 1, "a lane's words of any rows", i);
-    check(wavefronts(value) == 1, "a lane's values of any rows and streams", i);
+    check(wavefronts(value) == 1, "a lane's 16 bits of any rows and streams", i);
   }
   return report();
 }

@@ -5,7 +5,7 @@
 
 inline int failures = 0;
 
-inline bool check(bool holds, const char* what) {
+inline bool check(bool holds, char const* what) {
   if (holds) return true;
   if (++failures <= 20) std::fprintf(stderr, "failed: %s\n", what);
   return false;
@@ -13,7 +13,7 @@ inline bool check(bool holds, const char* what) {
 
 // For loops: prints the numbers of the case as well.
 template <class... Numbers>
-bool check(bool holds, const char* what, Numbers... numbers) {
+bool check(bool holds, char const* what, Numbers... numbers) {
   if (check(holds, what)) return true;
   if (failures <= 20) {
     std::fprintf(stderr, "  with");

@@ -18,27 +18,34 @@ using namespace cute_kernels::cpu;
 void check_structure() {
   static_assert(kTileLanes == format::kLanes && kTileRows == kLaneRows && kTileColumns == kLaneColumns);
   static_assert(kTileStreams == kStreams && kTokensOfTile == format::kTileTokens);
-  static_assert(kMaskEntries * kStreams == format::kWordElements);
+  static_assert(kMaskEntries * kStreams == TileFormat::kWordElements);
   for (auto role : {format::Role::kKey, format::Role::kValue})
     for (int head_dim = format::kMinHeadDim; head_dim <= format::kMaxHeadDim; head_dim *= 2) {
-      const ProductLayout& layout = product_layout(role, head_dim);
-      const bool is_key = role == format::Role::kKey;
+      ProductLayout const& layout = product_layout(role, head_dim);
+      bool const is_key = role == format::Role::kKey;
       check(layout.blocks == (is_key ? kTileBlocks : head_dim / 16), "blocks of 16 rows of A", head_dim);
       check(layout.entries == (is_key ? head_dim / 4 : kMaskEntries), "entries of a stream in a block", head_dim);
       check(layout.entries % kMaskEntries == 0, "whole bitmap words", head_dim);
     }
-  for (int e = 0; e < format::kWordElements; ++e) {
-    int entry = e / kStreams, stream = format::Codec16::stream(e);
-    check(shuffle_bits(1u << format::bitmap_bit(e)) == 1u << (kMaskEntries * stream + entry), "shuffle_bits", e);
+  bool threw = false;
+  try {
+    product_layout(format::Role::kKey, 96);
+  } catch (std::invalid_argument const&) {
+    threw = true;
+  }
+  check(threw, "no layout for 96 channels");
+  for (int e = 0; e < TileFormat::kWordElements; ++e) {
+    int entry = e / kStreams, stream = TileFormat::stream(e);
+    check(shuffle_bits(1u << TileFormat::bitmap_bit(e)) == 1u << (kMaskEntries * stream + entry), "shuffle_bits", e);
   }
   bool seen[kPairBlock] = {};
-  for (int slot = 0; slot < kPairBlock; ++slot) {
-    check(!seen[pair_slot_entry(slot)], "pair_slot_entry is one to one", slot);
-    check(pair_slot_entry(slot) % 4 == slot % 4, "slots keep the order within 4 entries", slot);
-    check(pair_slot_entry(slot) / kMaskEntries == slot % 16 / kSumWidth, "8 slots of a vector hold one word", slot);
-    if (slot % 16 < 8)
-      check(pair_slot_entry(slot + 8) == pair_slot_entry(slot) + kMaskEntries, "both words take the same order", slot);
-    seen[pair_slot_entry(slot)] = true;
+  for (int index = 0; index < kPairBlock; ++index) {
+    check(!seen[pair_entry(index)], "pair_entry is one to one", index);
+    check(pair_entry(index) % 4 == index % 4, "indices keep the order within 4 entries", index);
+    check(pair_entry(index) / kMaskEntries == index % 16 / kSumWidth, "8 pairs of a vector hold one word", index);
+    if (index % 16 < 8)
+      check(pair_entry(index + 8) == pair_entry(index) + kMaskEntries, "both words take the same order", index);
+    seen[pair_entry(index)] = true;
   }
 }
 
@@ -60,7 +67,7 @@ void check_widening() {
 
 // To the nearest of the two neighbours, ties to the even one, checked in double precision.
 template <class Widen, class Narrow>
-void check_narrowing(float x, Widen widen, Narrow narrow, double beyond, const char* what) {
+void check_narrowing(float x, Widen widen, Narrow narrow, double beyond, char const* what) {
   uint16_t got = narrow(x);
   if (std::isnan(x)) {
     check(std::isnan(widen(got)), what, bits_of_float(x));
@@ -123,26 +130,28 @@ void check_softmax() {
       double exact[kTokensOfTile], tile_max = max;
       for (int i = 0; i < kTokensOfTile; ++i) exact[i] = logits[i] = i < visible ? spread * normal(random) : NAN;
       for (int i = 0; i < visible; ++i) tile_max = std::fmax(tile_max, exact[i]);
-      const double factor = softmax<Scalar>(logits, visible, &running);
-      check(running.max == tile_max, "the largest logit");
-      if (std::isinf(max)) check(earlier == 0, "nothing to scale");
-      else check(std::fabs(factor - std::exp(max - tile_max)) <= 1e-6, "factor of earlier sums");
+      double const factor = softmax<Scalar>(logits, visible, &running);
+      check(running.row_max == tile_max, "the largest logit");
+      if (std::isinf(max))
+        check(earlier == 0, "nothing to scale");
+      else
+        check(std::fabs(factor - std::exp(max - tile_max)) <= 1e-6, "factor of earlier sums");
       earlier = std::isinf(max) ? 0 : earlier * std::exp(max - tile_max);
       max = tile_max;
       for (int i = 0; i < kTokensOfTile; ++i) {
-        const float below = static_cast<float>(exact[i]) - static_cast<float>(max);  // rounded, as it may be
-        const double weight = i < visible ? std::exp(static_cast<double>(below)) : 0;
+        float const below = static_cast<float>(exact[i]) - static_cast<float>(max);  // rounded, as it may be
+        double const weight = i < visible ? std::exp(static_cast<double>(below)) : 0;
         check(std::fabs(logits[i] - weight) <= 3e-7 * weight + 2e-38, "weight", i, visible);
         earlier += weight;
       }
-      check(std::fabs(running.sum - earlier) <= 1e-5 * earlier, "sum of weights", visible);
+      check(std::fabs(running.row_sum - earlier) <= 1e-5 * earlier, "sum of weights", visible);
     }
   }
   float logits[kTokensOfTile];
   for (float& logit : logits) logit = NAN;
   RunningSoftmax running{-kInfinity, 0.f};
   softmax<Scalar>(logits, 64, &running);
-  check(std::isnan(running.sum) && std::isnan(logits[5]), "NaN that is seen");
+  check(std::isnan(running.row_sum) && std::isnan(logits[5]), "NaN that is seen");
 }
 
 int main() {

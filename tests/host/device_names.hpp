@@ -12,7 +12,7 @@ using std::max;
 using std::min;
 
 template <class T>
-T __ldg(const T* address) {
+T __ldg(T const* address) {
   return *address;
 }
 inline void __syncthreads() {}

@@ -3,15 +3,17 @@
 #include <vector>
 
 #include "check.hpp"
-#include "cute_kernels/format/codec.hpp"
-#include "cute_kernels/format/tile.hpp"
+#include "cute_kernels/format/codec/codec.hpp"
+#include "cute_kernels/format/head_dim.hpp"
+#include "cute_kernels/format/tile/bitmap.hpp"
 
 using namespace cute_kernels::format;
+using Tile = BitmapTile;
 
 template <Role kRole, int HeadDim>
 void check_element_layout() {
-  constexpr auto layout = element_layout<kRole, HeadDim>();
-  constexpr int kElements = lane_elements(HeadDim);
+  constexpr auto layout = Tile::element_layout<kRole, HeadDim>();
+  constexpr int kElements = Tile::lane_elements(HeadDim);
   std::vector<bool> seen(kTileTokens * HeadDim);
   for (int lane = 0; lane < kLanes; ++lane)
     for (int e = 0; e < kElements; ++e) {
@@ -23,23 +25,26 @@ void check_element_layout() {
       seen[position] = true;
 
       int token = position / HeadDim, channel = position % HeadDim;
-      Stream stream = stream_of(kRole, token % kClasses, channel % kClasses);
+      Stream stream = Tile::stream_of(kRole, token % kClasses, channel % kClasses);
       check(stream.lane == lane, "stream_of names the lane", HeadDim, lane, e);
-      check(stream.index == Codec16::stream(e), "stream_of names the stream", HeadDim, lane, e);
+      check(stream.index == Tile::stream(e), "stream_of names the stream", HeadDim, lane, e);
       int channels = HeadDim / 16, block = e / 8;
       if (kRole == Role::kKey) {
         check(token / 16 == block / channels, "16 tokens after 16 tokens", HeadDim, lane, e);
         check(channel / 16 == block % channels, "16 channels after 16 channels within them", HeadDim, lane, e);
       } else {
-        check(channel / 16 == e / kWordElements, "a word of values holds 16 channels", HeadDim, lane, e);
+        check(channel / 16 == e / Tile::kWordElements, "a word of values holds 16 channels", HeadDim, lane, e);
         check(token / 16 == block % 4, "16 tokens after 16 tokens within them", HeadDim, lane, e);
       }
       int m = kRole == Role::kKey ? token : channel, kM = kRole == Role::kKey ? kTileTokens : HeadDim;
-      check(m / (kM / 4) == bitmap_word(e) / (bitmap_rows(HeadDim) / 4), "a quarter of the words is a quarter of M",
-            HeadDim, lane, e);
+      check(m / (kM / 4) == Tile::bitmap_word(e) / (Tile::bitmap_rows(HeadDim) / 4),
+            "a quarter of the words is a quarter of M", HeadDim, lane, e);
     }
-  check(bitmap_rows(HeadDim) * kWordElements == kElements, "bitmap covers the lane's elements", HeadDim);
-  check(max_tile_rows<Codec16>(HeadDim) == bitmap_rows(HeadDim) + kElements / 2, "a full tile's rows", HeadDim);
+  check(Tile::bitmap_rows(HeadDim) * Tile::kWordElements == kElements, "bitmap covers the lane's elements", HeadDim);
+  int const bitmap = Tile::bitmap_rows(HeadDim);
+  check(Tile::max_tile_rows<Fp16Codec>(HeadDim) == bitmap + kElements / 2, "a full tile's rows, fp16", HeadDim);
+  check(Tile::max_tile_rows<Bf16Codec>(HeadDim) == bitmap + kElements / 2, "a full tile's rows, bf16", HeadDim);
+  check(Tile::max_tile_rows<E4m3Codec>(HeadDim) == bitmap + kElements / 4, "a full tile's rows, e4m3", HeadDim);
 }
 
 int main() {
@@ -51,15 +56,27 @@ int main() {
   check_element_layout<Role::kValue, 256>();
 
   std::set<int> bits;
-  for (int e = 0; e < kWordElements; ++e) bits.insert(bitmap_bit(e));
-  check(bits.size() == kWordElements && *bits.begin() == 0 && *bits.rbegin() == kWordElements - 1,
+  for (int e = 0; e < Tile::kWordElements; ++e) bits.insert(Tile::bitmap_bit(e));
+  check(bits.size() == Tile::kWordElements && *bits.begin() == 0 && *bits.rbegin() == Tile::kWordElements - 1,
         "bitmap_bit is one to one");
+
+  for (int index = 0; index < Tile::kStreams; ++index)
+    for (int e = 0; e < Tile::kWordElements; ++e)
+      check((Tile::stream_bits(index) >> Tile::bitmap_bit(e) & 1) == (Tile::stream(e) == index), "stream_bits", index,
+            e);
 
   for (int d = -8; d <= kMaxHeadDim + 64; ++d) {
     int padded = padded_head_dim(d);
     bool valid = d > 0 && d % 8 == 0 && d <= kMaxHeadDim;
     check((padded != 0) == valid, "padded_head_dim knows what tiles can hold", d);
     check(!valid || (padded >= d && padded_head_dim(padded) == padded), "padded_head_dim is stable", d);
+    int visited = 0;
+    try {
+      visit_head_dim(d, [&](auto head_dim) { visited = head_dim(); });
+    } catch (std::invalid_argument const&) {
+      visited = -1;
+    }
+    check(visited == (valid && padded == d ? d : -1), "visit_head_dim knows the padded ones and throws", d);
   }
   return report();
 }

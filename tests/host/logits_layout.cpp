@@ -1,16 +1,17 @@
 // The way of a tile's logits through shared memory, from a warpgroup's accumulators to rows: every logit arrives, and
 // reads are without bank conflicts.
+#include "cute_kernels/ops/qk/warpgroup/logits_layout.hpp"
+
 #include <algorithm>
 #include <numeric>
 #include <random>
 #include <vector>
 
 #include "check.hpp"
-#include "cute_kernels/format/tile.hpp"
-#include "cute_kernels/matmul/warpgroup/logits_layout.hpp"
+#include "cute_kernels/format/tile/tile.hpp"
 
 using namespace cute_kernels;
-using namespace cute_kernels::matmul::warpgroup;
+using namespace cute_kernels::qk;
 
 constexpr int kTokens = format::kTileTokens;
 constexpr int kBankUnits = 8;  // 32 banks of 4 bytes
@@ -33,8 +34,8 @@ void check_units() {
       for (int step = 0; step < kN / kUnitRows; ++step)
         check(logits_unit<kN>(token, unit ^ step) == (at ^ step), "units step by exclusive or", token, unit, step);
       if (token < kReadTokens)
-        check(logits_unit<kN>(token + kReadTokens, unit) == at + logits_unit<kN>(kReadTokens, 0),
-              "tokens step by 32", token, unit);
+        check(logits_unit<kN>(token + kReadTokens, unit) == at + logits_unit<kN>(kReadTokens, 0), "tokens step by 32",
+              token, unit);
     }
   check(std::count(seen.begin(), seen.end(), 1) == kLogitsUnits<kN>, "every unit has a place of its own");
   for (int unit = 0; unit < kN / kUnitRows; ++unit)

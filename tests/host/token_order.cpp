@@ -1,14 +1,15 @@
 // choose_token_order: a permutation, streams no longer than without it.
+#include "cute_kernels/format/token_order.hpp"
+
 #include <algorithm>
 #include <random>
 
 #include "check.hpp"
-#include "cute_kernels/format/token_order.hpp"
 
 using namespace cute_kernels::format;
 
 template <int Classes>
-void check_order(const TokenCounts<Classes>& counts, int number) {
+void check_order(TokenCounts<Classes> const& counts, int number) {
   uint8_t order[kTileTokens], identity[kTileTokens];
   bool seen[kTileTokens] = {};
   for (int t = 0; t < kTileTokens; ++t) identity[t] = static_cast<uint8_t>(t);

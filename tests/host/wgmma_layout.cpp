@@ -3,7 +3,7 @@
 #include <cute/atom/mma_traits_sm90_gmma.hpp>
 
 #include "check.hpp"
-#include "cute_kernels/format/tile.hpp"
+#include "cute_kernels/format/tile/bitmap.hpp"
 
 using namespace cute;
 using namespace cute_kernels::format;
@@ -11,8 +11,8 @@ using namespace cute_kernels::format;
 template <class Wgmma>
 void check_wgmma() {
   using Traits = MMA_Traits<Wgmma>;
-  using AtomTraits = MMA_Traits<TileMmaAtom>;
-  typename Traits::ALayout wgmma;      // (thread, value) -> row + 64 * column
+  using AtomTraits = MMA_Traits<BitmapTile::MmaAtom>;
+  typename Traits::ALayout wgmma;     // (thread, value) -> row + 64 * column
   typename AtomTraits::ALayout atom;  // (lane, value) -> row + 16 * column
   constexpr int kRows = size<0>(typename Traits::Shape_MNK{}), kAtomRows = size<0>(typename AtomTraits::Shape_MNK{});
   static_assert(size<2>(typename Traits::Shape_MNK{}) == size<2>(typename AtomTraits::Shape_MNK{}));

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from cute_kernels import __version__, _checks
+from cute_kernels import __version__
+from cute_kernels._runtime import checks
 from cute_kernels.eval import benchmarks, models, perplexity, recall, results
 from cute_kernels.eval.settings import PARTS, WINDOW, Setting, grid
 
@@ -53,7 +54,7 @@ class Evaluation:
             self.suites += benchmarks.ruler(_needed(args.ruler, "--ruler", "ruler"), args.limit)
         self.settings = grid(args.rules, args.parts, args.sparsity, window=args.window, granularity=args.granularity)
         try:
-            device = _checks.kernel_device(args.device)
+            device = checks.kernel_device(args.device)
         except RuntimeError as error:
             raise ValueError(f"--device: {error}") from None
         self.tokenizer = models.load_tokenizer(args.model)
@@ -101,9 +102,9 @@ class Evaluation:
         prefill = args.prefill or args.context // 2
         if not 1 <= prefill < args.context:
             raise ValueError(f"--prefill must be from 1 to below --context {args.context}, got {prefill}")
-        pieces = perplexity.segments(self._text.to(self.model.device), args.context, args.limit)
-        with _progress(f"{setting.name} perplexity", len(pieces)) as done:
-            return perplexity.perplexity(self.model, make_cache, pieces, prefill, args.chunk, done)
+        segments = perplexity.segments(self._text.to(self.model.device), args.context, args.limit)
+        with _progress(f"{setting.name} perplexity", len(segments)) as done:
+            return perplexity.perplexity(self.model, make_cache, segments, prefill, args.chunk, done)
 
     def _recall(self, setting: Setting, make_cache: models.CacheMaker, task: str) -> tuple[float, int]:
         args = self.args
@@ -228,8 +229,8 @@ def _parser() -> argparse.ArgumentParser:
         "--cache",
         choices=models.CACHES,
         default="pruned",
-        help="pruned: dense memory, pruned values, every rule; sparse: the compressed cache and kernels, for rules that "
-        "prune tile by tile",
+        help="pruned: dense memory, pruned values, every rule; sparse: the compressed cache and kernels, for rules "
+        "that prune tile by tile",
     )
     model = parser.add_argument_group("model")
     model.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="of torch")

@@ -40,7 +40,7 @@ def answer(model: Any, make_cache: CacheMaker, context: Tensor, question: Tensor
 
 
 def _predictions(model: Any, cache: Any, ids: Tensor, prefill: int, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """(what is predicted for them (B, m, vocabulary), ids (B, m)) for all of ids[:, prefill:], piece by piece."""
+    """(what is predicted for them (B, m, vocabulary), ids (B, m)) for all of ids[:, prefill:], chunk by chunk."""
     previous = _forward(model, ids[:, :prefill], cache, last_only=True)
     for part in ids[:, prefill:].split(chunk, dim=1):
         logits = torch.cat([previous, _forward(model, part, cache, last_only=False)], dim=1)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from cute_kernels import rules
-from cute_kernels._extension import _C
+from cute_kernels._runtime.extension import _C
 from cute_kernels.eval.settings import Setting, kept_elements
 
 CACHES = ("pruned", "sparse")

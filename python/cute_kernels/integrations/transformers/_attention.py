@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 NAME = "sparse_kv"
 DENSE = "sdpa"  # the model's own attention, for prompts and for other caches
 
-# What some models hand to their attention function, and what it may be where nothing but softmax(q K^T) V is meant.
+# Options that some models pass to their attention function, and the value of each that means plain softmax(q K^T) V.
 _PLAIN = {
     "softcap": None,
     "sliding_window": None,
@@ -72,7 +72,7 @@ class NewTokens:
         raise RuntimeError(_NOT_TENSORS)
 
 
-class Step:
+class ForwardPass:
     """One forward pass of the model with a `SparseKVCache`; stands where the attention mask does."""
 
     def __init__(
@@ -83,7 +83,7 @@ class Step:
         self._mask: Tensor | None = None
 
     def dense_mask(self) -> Tensor | None:
-        """The mask of the model's own attention, of the whole batch; made once, by whoever asks first."""
+        """The mask of the model's own attention, of the whole batch; made at the first call."""
         if self._make_mask is not None:
             self._mask, self._make_mask = self._make_mask(), None
         return self._mask
@@ -91,7 +91,7 @@ class Step:
 
 def mask(
     *, kv_length: int, attention_mask: Tensor | None = None, mask_function: Any = causal_mask_function, **kwargs: Any
-) -> Step | Tensor | None:
+) -> ForwardPass | Tensor | None:
     """Registered as mask function. With a `SparseKVCache`: what its layers need to know of the pass."""
 
     def dense() -> Tensor | None:
@@ -106,7 +106,7 @@ def mask(
             "SparseKVCache serves plain causal attention; the model asks for another mask "
             f"({getattr(mask_function, '__qualname__', mask_function)})"
         )
-    return Step(kv_length.cache, kv_length.cache.arrive(int(kv_length), attention_mask), dense)
+    return ForwardPass(kv_length.cache, kv_length.cache.arrive(int(kv_length), attention_mask), dense)
 
 
 def attention(
@@ -114,20 +114,20 @@ def attention(
     query: Tensor,
     key: Tensor | NewTokens,
     value: Tensor | NewTokens,
-    attention_mask: Step | Tensor | None,
+    attention_mask: ForwardPass | Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Any]:
     """Registered as attention function. query (B, Hq, Sq, D); returns ((B, Sq, Hq, D), None)."""
     if type(key) is not NewTokens:
-        if isinstance(attention_mask, Step):
+        if isinstance(attention_mask, ForwardPass):
             raise RuntimeError(
                 f"{type(module).__name__} attends to keys that are not in the SparseKVCache, which the "
                 "cache does not serve"
             )
         return dense_attention(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
-    if type(attention_mask) is not Step:
+    if type(attention_mask) is not ForwardPass:
         raise ValueError(
             "SparseKVCache takes padding from a 2-dimensional attention_mask and makes causal masks "
             f"itself; got a ready mask ({_describe(attention_mask)})"

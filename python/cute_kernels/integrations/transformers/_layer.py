@@ -9,22 +9,23 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
+from cute_kernels._cache.rows import core_of
 from cute_kernels.integrations.transformers import _support
-from cute_kernels.integrations.transformers._attention import NewTokens, Step, dense_attention
+from cute_kernels.integrations.transformers._attention import ForwardPass, NewTokens, dense_attention
 from cute_kernels.kv_cache import KVCache
 
-# New tokens on a cache that is not empty: up to so many, and no more than the dense window, go in first and attend to
-# everything through the compressed cache, in few passes over it. More of them (a next turn's prompt, a chunk of one)
-# attend through the model's own attention to a decompressed copy, sequence by sequence.
+# New tokens on a cache that is not empty: up to so many, and no more than the dense window, are appended first and
+# attend through the compressed cache, in few passes over it. More of them (a next turn's prompt, a chunk of one) attend
+# through the model's own attention to a decompressed copy, sequence by sequence.
 DIRECT_TOKENS = 32
-HEADROOM = 256  # tokens a sequence, at least, that a cache without a fixed capacity has room for beyond those it holds
+HEADROOM = 256  # free tokens a sequence, at least, when a cache without a fixed capacity takes memory
 
 
 @dataclass(frozen=True)
 class Settings:
     """How a layer keeps its tokens."""
 
-    options: dict[str, Any]  # of KVCache: sparsity, keep, key_keep, value_keep, key_rule, value_rule
+    options: dict[str, Any]  # of KVCache: what is kept, rules and codecs
     window: int
     capacity: int | None  # tokens a sequence may have, with memory for all of them from the start; None: grows
     dtype: torch.dtype | None
@@ -120,17 +121,23 @@ class SparseLayer(CacheLayerMixin):
     # ---- What the attention function calls --------------------------------------------------------------------------
 
     def attend(
-        self, module: nn.Module, query: Tensor, keys: Tensor, values: Tensor, step: Step, scaling: float | None
+        self,
+        module: nn.Module,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        forward: ForwardPass,
+        scaling: float | None,
     ) -> Tensor:
         """Stores the new tokens and attends to all; query (B, Hq, n, D), keys and values (B, Hkv, n, D)
         -> (B, n, Hq, D) of query's dtype."""
-        columns = step.columns
+        columns = forward.columns
         if self.seen != columns.seen:
             raise RuntimeError(
                 f"layer {getattr(module, 'layer_idx', '?')} of the SparseKVCache has seen {self.seen} "
                 f"columns, the pass starts at {columns.seen}: an earlier pass failed; reset() the cache"
             )
-        step.cache.begin(columns)
+        forward.cache.begin(columns)
         end = columns.seen + columns.new
         capacity = self.settings.capacity
         if capacity is not None and end > capacity:
@@ -138,7 +145,7 @@ class SparseLayer(CacheLayerMixin):
         first = self.seen == 0
         kv = self._start(keys, values, columns.new) if first else self._continue(keys, columns.keep, end)
         if first and columns.left_padded:
-            out = self._prefill(kv, module, query, keys, values, step, scaling)
+            out = self._prefill(kv, module, query, keys, values, forward, scaling)
         elif columns.fresh is None and (columns.new == 1 or columns.new <= min(self.settings.window, DIRECT_TOKENS)):
             out = self._step(kv, query, keys, values, scaling)
         else:
@@ -147,11 +154,12 @@ class SparseLayer(CacheLayerMixin):
         return out
 
     def _step(self, kv: KVCache, query: Tensor, keys: Tensor, values: Tensor, scaling: float | None) -> Tensor:
-        dtype, backend = kv.dtype, self.settings.backend
+        dtype, backend, core = kv.dtype, self.settings.backend, core_of(kv)
         if query.dtype is dtype and keys.dtype is dtype and values.dtype is dtype:  # Tensor.to takes a microsecond
-            return kv._step(keys, values, query, scale=scaling, backend=backend)
-        out = kv._step(keys.to(dtype), values.to(dtype), query.to(dtype), scale=scaling, backend=backend)
-        return out.to(query.dtype)
+            return core.step(query, keys, values, scaling, backend, tokens_first=True)
+        query_dtype = query.dtype
+        query, keys, values = query.to(dtype), keys.to(dtype), values.to(dtype)
+        return core.step(query, keys, values, scaling, backend, tokens_first=True).to(query_dtype)
 
     def _prefill(
         self,
@@ -160,11 +168,11 @@ class SparseLayer(CacheLayerMixin):
         query: Tensor,
         keys: Tensor,
         values: Tensor,
-        step: Step,
+        forward: ForwardPass,
         scaling: float | None,
     ) -> Tensor:
-        lengths = step.columns.counts()
-        mask = None if lengths is None else step.dense_mask()
+        lengths = forward.columns.counts()
+        mask = None if lengths is None else forward.dense_mask()
         out = dense_attention(module, query, keys, values, mask, scaling=scaling)[0]
         kv.prefill(keys.to(kv.dtype), values.to(kv.dtype), lengths=lengths)
         return out
@@ -235,7 +243,7 @@ class SparseLayer(CacheLayerMixin):
         return self.kv
 
     def _continue(self, keys: Tensor, keep: list[int] | None, end: int) -> KVCache:
-        """The KVCache, with room for `end` columns and without the tokens that no longer count."""
+        """The KVCache, with a capacity of at least `end` tokens and without the tokens that no longer count."""
         kv = self._filled
         batch = kv.batch
         if keys.shape[0] != batch:

@@ -45,7 +45,7 @@ def arrive(valid: Tensor | None, mask: Tensor | None, seen: int, new: int) -> Co
 
     Raises ValueError for a mask that says of a cached token what the cache cannot do.
     """
-    if mask is None or mask.is_cuda and torch.cuda.is_current_stream_capturing():
+    if mask is None or (mask.is_cuda and torch.cuda.is_current_stream_capturing()):
         return Columns(seen, new, None, None, valid)
     if mask.dim() != 2 or mask.shape[1] != seen + new:
         raise ValueError(

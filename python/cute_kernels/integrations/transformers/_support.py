@@ -8,9 +8,12 @@ from typing import Any
 
 import torch
 
-from cute_kernels import _checks, _tile_rules
-from cute_kernels._backends import check_name, compression_kernels, resolve
-from cute_kernels._extension import _C
+from cute_kernels._cache import tile_rules
+from cute_kernels._cache.config import stored_codec
+from cute_kernels._runtime import checks
+from cute_kernels._runtime.backends import check_name, resolve
+from cute_kernels._runtime.extension import _C
+from cute_kernels._runtime.launching import compression_kernels
 
 OLDEST, NEWEST = (5, 0), (5, 17)  # both ends are tested
 
@@ -136,17 +139,17 @@ def layer_options(
     """What to keep, as each layer's KVCache takes it, checked as that would once the first tokens come.
 
     amounts: sparsity, keep, key_keep, value_keep; each is one for all layers, a sequence of one for each layer, or a
-    mapping of layer numbers to one, which says nothing of the other layers.
+    mapping of layer numbers to one; layers that it leaves out have None.
     """
-    keys, values = _tile_rules.resolve_pair(key_rule, value_rule)
+    keys, values = tile_rules.resolve_pair(key_rule, value_rule)
     by_layer = {name: _by_layer(value, name, layers) for name, value in amounts.items()}
     found = []
     for layer in range(layers):
         own = {name: each[layer] for name, each in by_layer.items()}
         try:
-            _checks.kept_elements(head_dim, own["sparsity"], own["keep"])
+            checks.kept_elements(head_dim, own["sparsity"], own["keep"])
             for name in ("key_keep", "value_keep"):
-                _checks.kept_elements(head_dim, None, own[name], name)
+                checks.kept_elements(head_dim, None, own[name], name)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{error} (layer {layer})") from None
         found.append(own | {"key_rule": keys, "value_rule": values})
@@ -157,7 +160,7 @@ def _by_layer(value: Any, name: str, layers: int) -> list[Any]:
     """One for each layer."""
     if isinstance(value, Mapping):
         for layer in value:
-            if not 0 <= _checks.integer(layer, f"every layer of {name}") < layers:
+            if not 0 <= checks.integer(layer, f"every layer of {name}") < layers:
                 raise ValueError(f"{name} must name layers from 0 to {layers - 1}, got {layer}")
         return [value.get(layer) for layer in range(layers)]
     if isinstance(value, Sequence) and not isinstance(value, str):
@@ -169,9 +172,9 @@ def _by_layer(value: Any, name: str, layers: int) -> list[Any]:
 
 def check_options(window: Any, capacity: Any, backend: Any) -> None:
     """What KVCache would raise once the first tokens come."""
-    if _checks.integer(window, "window") < 0:
+    if checks.integer(window, "window") < 0:
         raise ValueError(f"window must be at least 0, got {window}")
-    if capacity is not None and _checks.integer(capacity, "capacity") < 1:
+    if capacity is not None and checks.integer(capacity, "capacity") < 1:
         raise ValueError(f"capacity must be at least 1, got {capacity}")
     check_name(backend)
 
@@ -179,21 +182,35 @@ def check_options(window: Any, capacity: Any, backend: Any) -> None:
 def cache_dtype(dtype: Any, model_dtype: torch.dtype | None) -> torch.dtype | None:
     """What keys and values are stored in; None: as they come."""
     if dtype is None:
-        if model_dtype is not None and model_dtype not in _checks.CACHE_DTYPES:
+        if model_dtype is not None and model_dtype not in checks.CACHE_DTYPES:
             raise ValueError(_wants_16_bits(model_dtype))
         return None
-    if dtype not in _checks.CACHE_DTYPES:
-        raise TypeError(f"dtype must be float16 or bfloat16, got {_checks.dtype_name(dtype)}")
+    if dtype not in checks.CACHE_DTYPES:
+        raise TypeError(f"dtype must be float16 or bfloat16, got {checks.dtype_name(dtype)}")
     return dtype if model_dtype is None else storage_dtype(dtype, model_dtype)
+
+
+def check_codecs(codecs: Mapping[str, Any], dtype: torch.dtype | None) -> None:
+    """What KVCache would raise for its codecs once the first tokens come; dtype None: their dtype is not known yet."""
+    dtypes = checks.CACHE_DTYPES if dtype is None else (dtype,)
+    for name, codec in codecs.items():
+        errors = []
+        for possible in dtypes:
+            try:
+                stored_codec(codec, name, possible)
+            except ValueError as error:
+                errors.append(error)
+        if len(errors) == len(dtypes):
+            raise errors[0]
 
 
 def storage_dtype(dtype: torch.dtype | None, found: torch.dtype) -> torch.dtype:
     """What keys of dtype `found` are stored in, where the cache was asked for `dtype`."""
-    if found in _checks.CACHE_DTYPES:
+    if found in checks.CACHE_DTYPES:
         if dtype is not None and dtype != found:
             raise ValueError(
-                f"the cache was asked to store {_checks.dtype_name(dtype)}, the model computes in "
-                f"{_checks.dtype_name(found)}: leave out dtype or cast the model"
+                f"the cache was asked to store {checks.dtype_name(dtype)}, the model computes in "
+                f"{checks.dtype_name(found)}: leave out dtype or cast the model"
             )
         return found
     if dtype is None or found != torch.float32:
@@ -203,7 +220,7 @@ def storage_dtype(dtype: torch.dtype | None, found: torch.dtype) -> torch.dtype:
 
 def _wants_16_bits(found: torch.dtype) -> str:
     return (
-        f"the cache stores float16 or bfloat16, the model computes in {_checks.dtype_name(found)}: load it with "
+        f"the cache stores float16 or bfloat16, the model computes in {checks.dtype_name(found)}: load it with "
         "dtype=torch.bfloat16, or pass SparseKVCache(..., dtype=torch.float16 or torch.bfloat16) to have keys, "
         "values and queries rounded"
     )

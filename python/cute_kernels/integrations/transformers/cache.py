@@ -40,9 +40,10 @@ class SparseKVCache(Cache):
     sparsity, keep, key_keep, value_keep: as `cute_kernels.prune` and `KVCache` take them: the share of each token's
         channels to drop, or the number to keep, alike for keys and values or apart. With keep = head_dim nothing is
         lost. Each is one number for all layers, or a sequence of one number for each layer, or a mapping from layers'
-        numbers to theirs. None, or a layer that a mapping leaves out: it says nothing of that layer; where none of
-        them does, every nonzero is kept.
+        numbers to theirs. Layers that a mapping leaves out have None. A layer that has None of all four keeps every
+        nonzero.
     key_rule, value_rule: pruning rules, as `KVCache` takes them; of `cute_kernels.rules` those that prune tile by tile.
+    codec, key_codec, value_codec: as `KVCache` takes them.
     window: so many newest tokens stay dense at least.
     capacity: tokens a sequence may have, prompt and answer; memory for so many is taken at once. None: memory grows
         with the tokens.
@@ -50,12 +51,12 @@ class SparseKVCache(Cache):
         None: as the model computes, which must be float16 or bfloat16 then.
     backend: of `KVCache.attend`.
 
-    Raises TypeError and ValueError here for options that do not fit, and for what the config tells: layers with a sliding
-    window or another kind of attention, logit soft-capping, keys and values shared between layers, encoder-decoder
-    models, a float32 model, another 16-bit dtype than the model's, an attention implementation other than "sdpa". For a
-    model also a generation_config that asks for another cache, such as a static one, and RuntimeError for a device
-    without kernels. What only the tensors tell, such as the dtype of a model that was cast, is checked with the first
-    tokens.
+    Raises TypeError and ValueError here for options that do not fit, and for what the config tells: layers with a
+    sliding window or another kind of attention, logit soft-capping, keys and values shared between layers,
+    encoder-decoder models, a float32 model, another 16-bit dtype than the model's, an attention implementation other
+    than "sdpa". For a model also a generation_config that asks for another cache, such as a static one, and
+    RuntimeError for a device without kernels. What only the tensors tell, such as the dtype of a model that was cast,
+    is checked with the first tokens.
 
     The method is that of Mustafar (arXiv 2505.22913): per-token magnitude pruning of keys and values.
     """
@@ -72,6 +73,9 @@ class SparseKVCache(Cache):
         value_keep: PerLayer[int] = None,
         key_rule: str | Rule = "magnitude",
         value_rule: str | Rule = "magnitude",
+        codec: str | None = None,
+        key_codec: str | None = None,
+        value_codec: str | None = None,
         window: int = 32,
         capacity: int | None = None,
         dtype: torch.dtype | None = None,
@@ -87,7 +91,11 @@ class SparseKVCache(Cache):
         amounts = {"sparsity": sparsity, "keep": keep, "key_keep": key_keep, "value_keep": value_keep}
         every = _support.layer_options(head_dim, layers, amounts, key_rule, value_rule)
         stored = _support.cache_dtype(dtype, model_dtype)
-        super().__init__(layers=[SparseLayer(Settings(own, window, capacity, stored, backend)) for own in every])
+        codecs = {"codec": codec, "key_codec": key_codec, "value_codec": value_codec}
+        _support.check_codecs(codecs, stored if dtype is not None else model_dtype)
+        super().__init__(
+            layers=[SparseLayer(Settings(own | codecs, window, capacity, stored, backend)) for own in every]
+        )
         self._valid: Tensor | None = None  # which columns are tokens: _padding.Columns.valid
         _switch(decoder)
 

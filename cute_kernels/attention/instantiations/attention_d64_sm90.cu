@@ -1,6 +1,0 @@
-#include "cute_kernels/attention/sm90/launch_impl.hpp"
-
-namespace cute_kernels::attention::sm90 {
-template KernelLimits limits<64>(format::DType, int);
-template void launch<64>(Params const&, Config const&, cudaStream_t);
-}  // namespace cute_kernels::attention::sm90

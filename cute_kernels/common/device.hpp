@@ -1,0 +1,19 @@
+// What the current device is.
+#pragma once
+
+namespace cute_kernels {
+
+inline constexpr int kMaxClusterLog2 = 4;  // 16 CTAs, more than every device must have
+
+struct DeviceLimits {
+  int multiprocessors;
+  int shared_bytes;                            // a CTA may have, opt-in
+  int major, minor;                            // compute capability
+  bool programmatic_launch;                    // by the device and by the code built for it
+  int max_clusters[kMaxClusterLog2 + 1] = {};  // of 2^i CTAs, one an SM, that run at a time
+};
+
+// Of the current device; asked for once. std::runtime_error on a CUDA error.
+DeviceLimits current_device();
+
+}  // namespace cute_kernels

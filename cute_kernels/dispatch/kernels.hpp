@@ -1,0 +1,66 @@
+// The table of kernels: backend x operation x head_dim. Each entry serves the codecs that its launcher is instantiated
+// for (mma/stored_operand.hpp).
+#pragma once
+
+#include <stdexcept>
+#include <string>
+
+#include "cute_kernels/dispatch/backend.hpp"
+#include "cute_kernels/format/head_dim.hpp"
+#include "cute_kernels/ops/attention/launch.hpp"
+#include "cute_kernels/ops/av/launch.hpp"
+#include "cute_kernels/ops/qk/launch.hpp"
+
+namespace cute_kernels::dispatch {
+
+template <class Params>
+struct Kernels {
+  int max_rows;  // query rows a pass takes at most
+  Launcher<Params> launcher;
+
+  // The smallest instantiated N that holds all rows, or the largest.
+  int rows_per_pass(int rows) const {
+    int n = 8;
+    while (n < rows && n < max_rows) n *= 2;
+    return n;
+  }
+};
+
+inline constexpr int kMaxWarpRows = 16, kMaxWarpgroupRows = 64;
+
+template <int kHeadDim>
+struct Sm80 {
+  static Kernels<qk::Params> qk_kernels() { return {kMaxWarpRows, qk::sm80::launcher<kHeadDim>()}; }
+  static Kernels<av::Params> av_kernels() { return {kMaxWarpRows, av::sm80::launcher<kHeadDim>()}; }
+  static Kernels<attention::Params> attention_kernels() {
+    return {attention::max_rows(kHeadDim), attention::sm80::launcher<kHeadDim>()};
+  }
+};
+
+template <int kHeadDim>
+struct Sm90 {
+  static Kernels<qk::Params> qk_kernels() { return {kMaxWarpgroupRows, qk::sm90::launcher<kHeadDim>()}; }
+  static Kernels<av::Params> av_kernels() { return {kMaxWarpgroupRows, av::sm90::launcher<kHeadDim>()}; }
+  static Kernels<attention::Params> attention_kernels() {
+    return {attention::max_rows(kHeadDim), attention::sm90::launcher<kHeadDim>()};
+  }
+};
+
+// f(Backend<head_dim>{}). std::runtime_error if the library or the device lacks the backend, std::invalid_argument for
+// a head_dim that is not instantiated.
+template <class F>
+auto visit_backend(std::string const& backend, int padded_head_dim, DeviceLimits const& device, F&& f) {
+  require_backend(backend, device);
+  return format::visit_head_dim(padded_head_dim, [&](auto head_dim) {
+    constexpr int kHeadDim = decltype(head_dim)::value;
+    if constexpr (has_backend("sm90")) {  // what is not built must not be named, or it would have to be linked
+      if (backend == "sm90") return f(Sm90<kHeadDim>{});
+    }
+    if constexpr (has_backend("sm80")) {
+      if (backend == "sm80") return f(Sm80<kHeadDim>{});
+    }
+    throw std::runtime_error("backend '" + backend + "' has no CUDA kernels");
+  });
+}
+
+}  // namespace cute_kernels::dispatch

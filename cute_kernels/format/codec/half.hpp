@@ -1,0 +1,29 @@
+// fp16 and bf16, stored bit for bit.
+#pragma once
+
+#include "cute_kernels/format/codec/bits.hpp"
+
+namespace cute_kernels::format {
+
+template <CodecId Id, DType X, uint32_t Exponent>
+struct HalfCodec : CodecBits<16> {
+  static constexpr CodecId kId = Id;
+  static constexpr bool kHasScales = false;
+
+  CUTE_HOST_DEVICE static constexpr bool stores(DType dtype) { return dtype == X; }
+  CUTE_HOST_DEVICE static constexpr uint32_t encode(uint16_t bits, DType) { return bits; }
+  CUTE_HOST_DEVICE static constexpr uint16_t decode(uint32_t stored, DType) { return static_cast<uint16_t>(stored); }
+  CUTE_HOST_DEVICE static constexpr bool is_zero(uint32_t stored) { return (stored & 0x7fffu) == 0; }
+  CUTE_HOST_DEVICE static constexpr bool all_finite(uint32_t word) {
+    return (word & Exponent) != Exponent && (word >> 16 & Exponent) != Exponent;
+  }
+};
+
+struct Fp16Codec : HalfCodec<CodecId::kFp16, DType::kFloat16, 0x7c00u> {
+  static constexpr char const* kName = "fp16";
+};
+struct Bf16Codec : HalfCodec<CodecId::kBf16, DType::kBFloat16, 0x7f80u> {
+  static constexpr char const* kName = "bf16";
+};
+
+}  // namespace cute_kernels::format

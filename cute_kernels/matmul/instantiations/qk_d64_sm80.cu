@@ -1,6 +1,0 @@
-#include "cute_kernels/matmul/sm80/launch_impl.hpp"
-
-namespace cute_kernels::matmul::sm80 {
-template KernelLimits limits<Role::kKey, 64>(format::DType, int);
-template void launch<Role::kKey, 64>(Params const&, Config const&, cudaStream_t);
-}  // namespace cute_kernels::matmul::sm80

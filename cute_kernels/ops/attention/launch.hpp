@@ -1,0 +1,27 @@
+// The launchers of attention that dispatch/ chooses from.
+#pragma once
+
+#include "cute_kernels/ops/attention/params.hpp"
+#include "cute_kernels/ops/launcher.hpp"
+
+namespace cute_kernels::attention {
+
+// Query rows a pass takes at most.
+constexpr int max_rows(int padded_head_dim) { return padded_head_dim == 256 ? 8 : 16; }
+
+// Bytes of one partial of `n` query rows.
+constexpr int64_t partial_bytes(int n, int padded_head_dim) {
+  return int64_t{n} * (padded_head_dim + 2) * static_cast<int>(sizeof(float));
+}
+
+namespace sm80 {
+template <int kHeadDim>
+Launcher<Params> launcher();
+}
+
+namespace sm90 {
+template <int kHeadDim>
+Launcher<Params> launcher();
+}
+
+}  // namespace cute_kernels::attention

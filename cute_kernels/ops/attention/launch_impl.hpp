@@ -1,0 +1,31 @@
+// What the launchers of all architectures share.
+#pragma once
+
+#include "cute_kernels/ops/attention/launch.hpp"
+#include "cute_kernels/ops/attention/traits.hpp"
+#include "cute_kernels/pipeline/launch.hpp"
+#include "cute_kernels/reduce/split_combine.hpp"
+
+namespace cute_kernels::attention {
+
+// Calls f with the traits of a (codec, N).
+template <int kHeadDim, class F>
+auto visit_traits(format::CodecId codec, int n, F&& f) {
+  return mma::visit_stored_operand(codec, [&](auto stored) {
+    using Stored = decltype(stored);
+    if constexpr (max_rows(kHeadDim) == 16) {
+      if (n == 16) return f(Traits<Stored, kHeadDim, 16>{});
+    }
+    return f(Traits<Stored, kHeadDim, 8>{});
+  });
+}
+
+template <class Traits>
+void launch_combine(Params const& params, pipeline::Config const& config, cudaStream_t stream) {
+  static_assert(sizeof(typename Traits::Partial) == partial_bytes(Traits::kN, Traits::kHeadDim));
+  reduce::launch_combine<reduce::LogSumExp, typename Traits::OutputShape, typename Traits::Element,
+                         typename Traits::SchedulePolicy>(params.schedule, params.output, config, params.schedule_bytes,
+                                                          stream);
+}
+
+}  // namespace cute_kernels::attention

@@ -1,0 +1,131 @@
+// Attention by workers: S^T = K Q^T, online softmax, O^T += V^T P^T, a tile of keys and its tile of values at a time.
+#pragma once
+
+#include "cute_kernels/mma/warp/multiply_tile.hpp"
+#include "cute_kernels/ops/attention/mask.hpp"
+#include "cute_kernels/ops/attention/online_softmax.hpp"
+#include "cute_kernels/ops/attention/window.hpp"
+#include "cute_kernels/ops/attention/zero_masked_values.hpp"
+
+namespace cute_kernels::attention {
+
+template <class Traits>
+CUTE_DEVICE auto make_logits() {  // (MMA,own MMA_M,MMA_N)
+  return partition_fragment_C(typename Traits::TiledMma{}, Shape<Int<16 * Traits::kOwnTokenBlocks>, Int<Traits::kN>>{});
+}
+
+template <class Traits, class Pipeline, class FragmentP, class FragmentO>
+CUTE_DEVICE void attend_window_tile(Params const& params, schedule::WorkTile const& work_tile, int index, int part,
+                                    Pipeline& pipeline, OnlineSoftmax<Traits>& softmax, FragmentP& tCrP,
+                                    FragmentO& tCrO) {
+  Tensor tCrS = make_logits<Traits>();
+  WindowTile<Traits> window(params, work_tile, index, part);
+  window.multiply_keys(pipeline.next(), tCrS);
+  pipeline.release();
+  softmax.scale(tCrS, params.scale_log2);
+  Mask::apply<Traits>(tCrS, part, Mask(params, work_tile).template limits<Traits>(true),
+                      [&](int position) { return window.token(position); });
+  softmax.step(tCrS, TokenOrders{}, tCrP, tCrO);
+  window.multiply_values(pipeline.next(), channel_order<Traits>(params.values, work_tile), tCrP, tCrO);
+  pipeline.release();
+}
+
+// A warp's part of the channels, and, in the worker's first warp, what it knows of the rows.
+template <class Traits, class Fragment>
+CUTE_DEVICE void store_partial(Fragment const& tCrO /* (MMA,own MMA_M,MMA_N) */, OnlineSoftmax<Traits> const& softmax,
+                               int rows, int part, typename Traits::Partial* to) {
+  reduce::store_vectors<typename Traits::OutputShape, Traits::kOwnChannelBlocks>(
+      to->vectors, rows, part,
+      [&](int m, int n) { return make_float4(tCrO(0, m, n), tCrO(1, m, n), tCrO(2, m, n), tCrO(3, m, n)); });
+  int lane = threadIdx.x % 32;
+  if (lane >= 4 || part > 0) return;
+  CUTE_UNROLL
+  for (int n = 0; n < Traits::kRowBlocks; ++n) {
+    if (!reduce::has_rows(rows, lane, n)) continue;
+    CUTE_UNROLL
+    for (int i = 0; i < 2; ++i)
+      to->rows[8 * n + 2 * lane + i] = make_float2(softmax.row_max(2 * n + i), softmax.row_sum(2 * n + i));
+  }
+}
+
+// All KV tiles of a worker's split. `pipeline` loads two stages a KV tile, keys then values. Stores the worker's
+// partial of every work tile.
+template <class Traits, class Pipeline>
+CUTE_DEVICE void attend(Params const& params, typename Traits::Schedule const& schedule, schedule::Range split,
+                        Worker<Traits> const& worker, SharedP<Traits>& shared_p, Pipeline& pipeline) {
+  using TiledMma = typename Traits::TiledMma;
+  using Element = typename Traits::Element;
+  auto thr_mma = TiledMma{}.get_slice(threadIdx.x % 32);
+  auto make_operand = [&](auto tokens_or_channels) {
+    return make_tensor<Element>(
+        shape(thr_mma.partition_B(make_identity_tensor(Shape<Int<Traits::kN>, decltype(tokens_or_channels)>{}))));
+  };
+  Tensor tCrQ = make_operand(Int<Traits::kHeadDim>{});  // (MMA,MMA_N,MMA_K)
+  Tensor tCrP = make_operand(Int<Traits::kTokens>{});   // (MMA,MMA_N,MMA_K)
+  OnlineSoftmax<Traits> softmax(worker, shared_p);
+  for (int tile = split.begin; tile < split.end;) {
+    schedule::WorkTile work_tile = schedule.work_tile_with(tile);
+    int end = min(work_tile.tiles.end, split.end), tokens = work_tile.tokens;
+    auto map_tiles = [&] {
+      if constexpr (!Pipeline::kCombinesInCluster) return work_tile.tile_map();
+      uint32_t index = blockIdx.x * params.schedule.workers + worker.index;  // of the split
+      ptx::forget(index);                                                    // looked up again rather than held on to
+      return schedule.tile_map(work_tile, index);
+    };
+    schedule::KvTileMap map = map_tiles();
+    int window_end = tokens > 0 ? min(map.window_end, end) : end;
+    softmax.reset();
+    Tensor tCrO = partition_fragment_C(
+        TiledMma{}, Shape<Int<16 * Traits::kOwnChannelBlocks>, Int<Traits::kN>>{});  // (MMA,own MMA_M,MMA_N)
+    clear(tCrO);
+
+    ptx::prefetch(channel_order<Traits>(params.keys, work_tile));
+    ptx::prefetch(channel_order<Traits>(params.values, work_tile));
+
+    CUTE_NO_UNROLL
+    for (; tile < window_end; ++tile)
+      attend_window_tile<Traits>(params, Pipeline::kHoldsWorkTile ? work_tile : schedule.work_tile_with(tile),
+                                 tile - map.first_window, worker.part, pipeline, softmax, tCrP, tCrO);
+    if constexpr (!Pipeline::kHoldsWorkTile) work_tile = schedule.work_tile_with(end - 1);
+    Queries<Traits>(params, work_tile).load(worker, shared_p, channel_order<Traits>(params.keys, work_tile), tCrQ);
+    int first_tile = map_tiles().first_tile;
+    int seen_by_all = Mask(params, work_tile).seen_by_all();
+    auto limits = Mask(params, work_tile).template limits<Traits>(false);
+    CUTE_NO_UNROLL
+    for (; tile < end; ++tile) {
+      int first_token = (tile - first_tile) * format::kTileTokens;
+      Tensor tCrS = make_logits<Traits>();
+      Stage keys = pipeline.next();
+      clear(tCrS);
+      mma::multiply_tile_part<typename Traits::Keys, Traits::kWorkerWarps>(cast_smem_ptr_to_uint(keys.block),
+                                                                           worker.part, tCrQ, tCrS);
+      softmax.scale(tCrS, params.scale_log2);
+      if (first_token + format::kTileTokens > seen_by_all) {
+        ptx::keep_branch();
+        Mask::apply<Traits>(tCrS, worker.part, limits,
+                            [&](int position) { return first_token + keys.token_order[position]; });
+      }
+      bool separate_orders = Traits::kSeparateOrders && params.separate_orders;
+      softmax.step(tCrS, separate_orders ? TokenOrders{keys.token_order, keys.value_order} : TokenOrders{}, tCrP, tCrO);
+      pipeline.release(!separate_orders);
+
+      Stage values = pipeline.next();
+      bool zero_masked = !Traits::kUniform && params.zero_masked && first_token + format::kTileTokens > tokens;
+      if (zero_masked) zero_masked_values<Traits>(worker, values, tokens - first_token);
+      mma::multiply_tile_part<typename Traits::Values, Traits::kWorkerWarps>(cast_smem_ptr_to_uint(values.block),
+                                                                             worker.part, tCrP, tCrO);
+      pipeline.release();
+    }
+    softmax.finish();
+    work_tile = schedule.work_tile_with(tile - 1);
+    if constexpr (Pipeline::kCombinesInCluster) {
+      if (params.schedule.by_work_tile)
+        return store_partial<Traits>(tCrO, softmax, work_tile.rows, worker.part, pipeline.partial());
+    }
+    int index = blockIdx.x * params.schedule.workers + worker.index;
+    store_partial<Traits>(tCrO, softmax, work_tile.rows, worker.part,
+                          reduce::partial<typename Traits::Partial>(params.output, index, work_tile.index));
+  }
+}
+
+}  // namespace cute_kernels::attention

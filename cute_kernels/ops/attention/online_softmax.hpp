@@ -1,0 +1,174 @@
+// Online softmax over the tokens of a worker, and how P gets to the second product.
+//
+// Accumulators are S^T: tokens along M, query rows along N. A lane holds tokens lane / 4 (+ 8) of every 16 and rows
+// 2 (lane % 4) + {0, 1} of every 8, the same rows of O^T: scaling O^T needs no exchange.
+//
+// P is 2 to the power of a logit less the row's row_max, the same in all of the worker's warps. row_max need not be the
+// largest logit: it is raised, and sums and O^T rescaled, only when a logit exceeds it by more than kRescaleThreshold,
+// as in FlashAttention-4, so that nearly all tiles pass without a reduction over their tokens.
+#pragma once
+
+#include <cutlass/numeric_conversion.h>
+
+#include <cute/arch/copy_sm75.hpp>
+
+#include "cute_kernels/ops/attention/worker.hpp"
+
+namespace cute_kernels::attention {
+
+inline constexpr float kRescaleThreshold = 8;  // P stays below 2^8, far within the range of fp16
+
+template <class Traits>
+class OnlineSoftmax {
+ public:
+  static constexpr int kRows = 2 * Traits::kRowBlocks;  // of a lane
+
+  CUTE_DEVICE OnlineSoftmax(Worker<Traits> const& worker, SharedP<Traits>& shared_p)
+      : worker_(worker), shared_p_(shared_p) {
+    reset();
+  }
+
+  CUTE_DEVICE void reset() {
+    CUTE_UNROLL
+    for (int i = 0; i < kRows; ++i) threshold_[i] = -INFINITY, row_max_[i] = row_sum_[i] = 0;
+  }
+
+  // The exponents of P in place of this warp's part of a tile's logits. scale_log2: the scale times log2 e.
+  template <class FragmentS>
+  CUTE_DEVICE void scale(FragmentS& tCrS /* ((2,2),own MMA_M,MMA_N) */, float scale_log2) const {
+    CUTE_UNROLL
+    for (int i = 0; i < kRows; ++i) for_logits(tCrS, i, [&](float& s) { s = fmaf(s, scale_log2, -row_max_[i]); });
+  }
+
+  // Takes this warp's exponents, -infinity for masked tokens; returns the tile's P as B fragments, and O^T rescaled
+  // where row_max rose.
+  template <class FragmentS, class FragmentP, class FragmentO>
+  CUTE_DEVICE void step(FragmentS& tCrS /* ((2,2),own MMA_M,MMA_N) */, TokenOrders const& orders,
+                        FragmentP& tCrP /* ((2,2),MMA_N,MMA_K) */, FragmentO& tCrO /* ((2,2),own MMA_M,MMA_N) */) {
+    bool rises = false;
+    CUTE_UNROLL
+    for (int i = 0; i < kRows; ++i) for_logits(tCrS, i, [&](float s) { rises |= s > threshold_[i]; });
+    float sum[kRows];
+    store_p(tCrS, orders, sum);
+    if (worker_.sync_any(rises)) {
+      rescale(tCrS, tCrO);
+      store_p(tCrS, orders, sum);
+      worker_.sync();
+    }
+    CUTE_UNROLL
+    for (int i = 0; i < kRows; ++i) row_sum_[i] += sum[i];
+    shared_p_.load(buffer_, orders, tCrP);
+    buffer_ ^= 1;
+  }
+
+  // Sums over all lanes and warps.
+  CUTE_DEVICE void finish() {
+    CUTE_UNROLL
+    for (int i = 0; i < kRows; ++i) {
+      CUTE_UNROLL
+      for (int lanes = 4; lanes < 32; lanes *= 2) row_sum_[i] += __shfl_xor_sync(~0u, row_sum_[i], lanes);
+    }
+    all_reduce(row_sum_, [](float a, float b) { return a + b; });
+    worker_.sync();  // all have read
+  }
+
+  // -infinity where nothing has been seen.
+  CUTE_DEVICE float row_max(int i) const { return threshold_[i] == -INFINITY ? -INFINITY : row_max_[i]; }
+  CUTE_DEVICE float row_sum(int i) const { return row_sum_[i]; }
+
+ private:
+  Worker<Traits> const& worker_;
+  SharedP<Traits>& shared_p_;
+  int buffer_ = 0;
+  // Of rows 8 n + 2 (lane % 4) + {0, 1}. An exponent above the threshold, which is -infinity until one has been seen,
+  // raises row_max; sums are of this lane's tokens.
+  float row_max_[kRows], threshold_[kRows], row_sum_[kRows];
+
+  template <class FragmentS, class F>
+  CUTE_DEVICE static void for_logits(FragmentS& tCrS, int row, F&& f) {
+    CUTE_UNROLL
+    for (int m = 0; m < size<1>(tCrS); ++m) {
+      CUTE_UNROLL
+      for (int j = 0; j < 2; ++j) f(tCrS(make_coord(row % 2, j), m, row / 2));
+    }
+  }
+
+  template <class FragmentS>
+  CUTE_DEVICE void store_p(FragmentS const& tCrS, TokenOrders const& orders, float (&sum)[kRows]) {
+    using Element = typename Traits::Element;
+    Tensor tCrP = make_tensor<Element>(
+        Shape<Shape<_2, _2>, Int<Traits::kRowBlocks>, Int<Traits::kOwnTokenBlocks>>{});  // ((2,2),MMA_N,own MMA_K)
+    Tensor pairs = recast<uint32_t>(tCrP);                                               // (2,MMA_N,own MMA_K)
+    CUTE_STATIC_ASSERT_V(size<2>(tCrP) == size<1>(tCrS));
+    CUTE_UNROLL
+    for (int n = 0; n < Traits::kRowBlocks; ++n) {
+      sum[2 * n] = sum[2 * n + 1] = 0;
+      CUTE_UNROLL
+      for (int m = 0; m < size<1>(tCrS); ++m) {
+        CUTE_UNROLL
+        for (int j = 0; j < 2; ++j) {
+          cutlass::Array<float, 2> p;
+          CUTE_UNROLL
+          for (int i = 0; i < 2; ++i) {
+            p[i] = ptx::exp2_approximate(tCrS(make_coord(i, j), m, n));
+            sum[2 * n + i] += p[i];
+          }
+          cutlass::Array<Element, 2> packed = cutlass::NumericArrayConverter<Element, float, 2>{}(p);
+          SM75_U32x1_MOVM_T::copy(reinterpret_cast<uint32_t const&>(packed), pairs(j, n, m));
+        }
+        // From positions 2t, 2t + 1 and 2t + 8, 2t + 9 to 2t, 2t + 8 and 2t + 1, 2t + 9: those of the columns of V^T.
+        uint32_t low = pairs(0, n, m), high = pairs(1, n, m);
+        pairs(0, n, m) = ptx::permute_bytes(low, high, 0x5410);
+        pairs(1, n, m) = ptx::permute_bytes(low, high, 0x7632);
+      }
+    }
+    shared_p_.store(worker_, buffer_, orders, tCrP);
+  }
+
+  // Raises row_max to the largest logits seen, and rescales exponents, sums and O^T to it.
+  template <class FragmentS, class FragmentO>
+  CUTE_DEVICE void rescale(FragmentS& tCrS, FragmentO& tCrO) {
+    float largest[kRows];  // exponents
+    CUTE_UNROLL
+    for (int i = 0; i < kRows; ++i) {
+      largest[i] = fminf(threshold_[i], 0);
+      for_logits(tCrS, i, [&](float s) { largest[i] = fmaxf(largest[i], s); });
+      CUTE_UNROLL
+      for (int lanes = 4; lanes < 32; lanes *= 2)
+        largest[i] = fmaxf(largest[i], __shfl_xor_sync(~0u, largest[i], lanes));
+    }
+    all_reduce(largest, [](float a, float b) { return fmaxf(a, b); });
+    CUTE_UNROLL
+    for (int i = 0; i < kRows; ++i) {
+      float rise = reduce::finite_max(largest[i]);
+      float factor = ptx::exp2_approximate(-fmaxf(rise, 0));  // the first may be below 0, where there is no sum yet
+      if (largest[i] > -INFINITY) threshold_[i] = kRescaleThreshold;
+      row_max_[i] += rise;
+      for_logits(tCrS, i, [&](float& s) { s -= rise; });
+      row_sum_[i] *= factor;
+      CUTE_UNROLL
+      for (int m = 0; m < size<1>(tCrO); ++m) {
+        tCrO(make_coord(i % 2, 0), m, i / 2) *= factor;
+        tCrO(make_coord(i % 2, 1), m, i / 2) *= factor;
+      }
+    }
+  }
+
+  // The warps' numbers put together, in the same order in all of them.
+  template <class F>
+  CUTE_DEVICE void all_reduce(float (&numbers)[kRows], F&& f) {
+    if (threadIdx.x % 32 < 4) {
+      CUTE_UNROLL
+      for (int i = 0; i < kRows; ++i) shared_p_.row_number(worker_.part, i) = numbers[i];
+    }
+    worker_.sync();
+    CUTE_UNROLL
+    for (int i = 0; i < kRows; ++i) {
+      numbers[i] = shared_p_.row_number(0, i);
+      CUTE_UNROLL
+      for (int warp = 1; warp < Traits::kWorkerWarps; ++warp) numbers[i] = f(numbers[i], shared_p_.row_number(warp, i));
+    }
+  }
+};
+
+}  // namespace cute_kernels::attention

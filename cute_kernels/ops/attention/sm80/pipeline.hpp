@@ -1,0 +1,90 @@
+// The load side of attention on CC 8.x: every worker owns stages in shared memory, which its warps fill together with
+// cp.async.
+#pragma once
+
+#include "cute_kernels/ops/attention/stage.hpp"
+#include "cute_kernels/ops/attention/worker.hpp"
+#include "cute_kernels/pipeline/cp_async.hpp"
+
+namespace cute_kernels::attention::sm80 {
+
+template <class Traits>
+class WorkerPipeline {
+ public:
+  static constexpr bool kCombinesInCluster = false;
+  static constexpr bool kHoldsWorkTile = false;  // the window needs the registers: it is looked up again
+
+  // Starts the fetch of the first stages. shared: of all workers.
+  CUTE_DEVICE WorkerPipeline(Params const& params, typename Traits::Schedule const& schedule, uint8_t* shared,
+                             Worker<Traits> const& worker, schedule::Range split)
+      : params_(params),
+        schedule_(schedule),
+        stages_(params.stages, shared, worker.index),
+        worker_(worker),
+        split_(split) {
+    look_up();
+    for (int i = 0; i < params.stages.count - 1; ++i) fetch(i);
+  }
+
+  // Waits for the worker's next stage and starts the fetch into the one that was read last.
+  CUTE_DEVICE Stage next() {
+    stages_.wait();
+    worker_.sync();  // every thread's copies have arrived, and every one has read the stage before
+    int read = stages_.advance_read();
+    Stage stage = stage_at(read);
+    fetch(stages_.before(read));
+    return stage;
+  }
+
+  // The stage has been read; the fetch after next fills it, after a barrier of the worker's warps.
+  CUTE_DEVICE void release(bool = false) {}
+
+ private:
+  Params const& params_;
+  typename Traits::Schedule const& schedule_;
+  pipeline::CpAsyncStages stages_;
+  Worker<Traits> const& worker_;
+  schedule::Range split_;
+  int number_ = 0;  // of the stage to fetch next: keys and values of a KV tile in turn
+  int rows_ = 0, first_row_ = 0,
+      tile_ = -1;  // lane i: of the i-th of 32 stages, so that no fetch waits for its offsets
+
+  CUTE_DEVICE Stage stage_at(int index) const { return {params_.stages, stages_[index]}; }
+
+  CUTE_DEVICE void look_up() {
+    int number = number_ + ptx::lane_index(), kv_tile = split_.begin + number / 2;
+    tile_ = -1;
+    if (kv_tile >= split_.end) return;
+    schedule::WorkTile work_tile = schedule_.work_tile_with(kv_tile);
+    StageSource<Traits> source(params_, work_tile, work_tile.tile_map(), kv_tile, number % 2);
+    if (source.tile < 0) return;
+    format::SparseView const& view = source.view(params_);
+    tile_ = static_cast<int>(source.tile);
+    first_row_ = static_cast<int>(view.first_row(source.tile));
+    rows_ = view.rows(source.tile);
+  }
+
+  // Fills a stage. Always commits a group, so that groups count stages.
+  CUTE_DEVICE void fetch(int into) {
+    int lane = number_ % 32, tile = __shfl_sync(~0u, tile_, lane), rows = __shfl_sync(~0u, rows_, lane);
+    int first_row = __shfl_sync(~0u, first_row_, lane);
+    if (tile >= 0) {
+      Stage stage = stage_at(into);
+      bool is_value = number_ % 2;
+      int thread = 32 * worker_.part + ptx::lane_index();
+      pipeline::copy_block_async<Traits::kWorkerThreads, 2>(
+          stage.block, (is_value ? params_.values : params_.keys).blocks + int64_t{first_row} * format::kLanes,
+          rows * format::kRowBytes, thread, ptx::evict_first_policy());
+      auto copy_order = [&](uint8_t* to, format::SparseView const& view) {
+        pipeline::copy_order_async(to, view.token_order + int64_t{tile} * kOrderBytes, thread);
+      };
+      if (!is_value) copy_order(stage.token_order, params_.keys);
+      if (is_value && params_.zero_masked) copy_order(stage.token_order, params_.values);
+      if (!is_value && params_.separate_orders) copy_order(stage.value_order, params_.values);
+    }
+    if (++number_ % 32 == 0) look_up();
+    cute::cp_async_fence();
+  }
+};
+
+}  // namespace cute_kernels::attention::sm80

@@ -1,0 +1,113 @@
+// The attention kernel of CC 9.0: producer warps beside workers that read the tiles of their own splits from one ring
+// of stages.
+#pragma once
+
+#include "cute_kernels/ops/attention/mainloop.hpp"
+#include "cute_kernels/ops/attention/sm90/load.hpp"
+#include "cute_kernels/pipeline/warp_roles_sm90a.hpp"
+#include "cute_kernels/reduce/cluster_combine.hpp"
+
+namespace cute_kernels::attention::sm90 {
+
+using pipeline::kMaxThreads;
+using pipeline::kWarpgroupThreads;
+using pipeline::kWarpgroupWarps;
+
+// By the registers that the compiler needs; with three the kernel of D 256 spills.
+template <class Traits>
+inline constexpr int kMaxWarpgroups = Traits::kRegisters <= 104 ? 4 : 2;
+template <class Traits>
+inline constexpr int kProducerRegisters = kMaxWarpgroups<Traits> == 4 ? 56 : 88;
+
+template <class Traits>
+struct Storage {
+  static constexpr int kMaxWorkers = kMaxWarpgroups<Traits> * kWarpgroupWarps / Traits::kWorkerWarps;
+  static_assert(kMaxWorkers <= schedule::kMaxWorkers && kMaxWorkers <= pipeline::kMaxWorkerBarriers);
+
+  SharedP<Traits> p[kMaxWorkers];
+  pipeline::RingBarriers barriers;
+};
+template <class Traits>
+inline constexpr int kFixedBytes = (sizeof(Storage<Traits>) + 127) / 128 * 128;
+
+template <class Traits>
+class WorkerPipeline {
+ public:
+  static constexpr bool kCombinesInCluster = true;
+  // With D 256 the window needs the registers: the work tile is looked up again.
+  static constexpr bool kHoldsWorkTile = Traits::kHeadDim < format::kMaxHeadDim;
+
+  // A worker passes through `empty_iterations` after its last.
+  CUTE_DEVICE WorkerPipeline(RingParams const& params, StageRing const& ring, int worker, int empty_iterations)
+      : params_(params), ring_(ring), reader_(ring, worker), worker_(worker), empty_iterations_(empty_iterations) {}
+
+  CUTE_DEVICE Stage next() { return {params_.stages, reader_.wait()}; }
+
+  // loads_used: all that was loaded from the stage has been used, before a barrier of the worker's warps. Else the copy
+  // that fills it next must be kept from overtaking loads.
+  CUTE_DEVICE void release(bool loads_used = false) {
+    if (!loads_used) cutlass::arch::fence_view_async_shared();
+    reader_.release();
+  }
+
+  // Those that only workers with a longer split use: producers wait until every stage has been released.
+  CUTE_DEVICE void pass_empty_iterations() {
+    CUTE_NO_UNROLL
+    for (int i = 0; i < empty_iterations_; ++i) next(), release();
+  }
+
+  // If by_work_tile: for this worker's partial of its work tile, in the stages, when all workers have read all tiles.
+  CUTE_DEVICE typename Traits::Partial* partial() {
+    pass_empty_iterations();
+    sync_workers();
+    return reinterpret_cast<typename Traits::Partial*>(ring_.data) + worker_;
+  }
+
+  CUTE_DEVICE void sync_workers() {
+    pipeline::sync(pipeline::NamedBarrier::kAllWorkers, Traits::kWorkerThreads * params_.schedule.workers);
+  }
+
+ private:
+  RingParams const& params_;
+  StageRing const& ring_;
+  pipeline::RingReader reader_;
+  int worker_, empty_iterations_;
+};
+
+template <class Traits>
+__global__ void __launch_bounds__(kMaxThreads<kMaxWarpgroups<Traits>>, 1)
+    attention_kernel(CUTE_GRID_CONSTANT RingParams const params) {
+  extern __shared__ __align__(128) uint8_t shared[];
+  using Combine = reduce::ClusterCombine<reduce::LogSumExp, typename Traits::OutputShape, typename Traits::Element,
+                                         typename Traits::SchedulePolicy>;
+  auto& storage = *reinterpret_cast<Storage<Traits>*>(shared);
+  typename Traits::Schedule schedule(params.schedule, shared + kFixedBytes<Traits>);
+  StageRing ring{params.ring, storage.barriers, shared + kFixedBytes<Traits> + params.schedule_bytes,
+                 Traits::kWorkerWarps};
+  schedule.prepare();
+  schedule.prepare_splits();
+
+  pipeline::split_roles<kMaxWarpgroups<Traits>, kProducerRegisters<Traits>>(
+      [&](int producer) { load_tiles<Traits>(params, schedule, ring, producer); },
+      [&] {
+        Worker<Traits> worker(__shfl_sync(~0u, threadIdx.x / 32, 0));
+        bool works = worker.index < params.schedule.workers;  // workers need not fill their last warpgroup
+        if (works && worker.part == 0) ring.open(worker.index);
+        if (works) worker.sync();
+        ring.arrive();
+        if (!works) return;
+        schedule::Range split = schedule.split_of_worker(worker.index);
+        WorkerPipeline<Traits> pipeline(params, ring, worker.index,
+                                        2 * (schedule.longest_split() - (split.end - split.begin)));
+        attend<Traits>(params, schedule, split, worker, storage.p[worker.index], pipeline);
+        ptx::launch_dependents();  // late: its CTAs find no free SM before
+        if (!params.schedule.by_work_tile) return pipeline.pass_empty_iterations();
+        Combine combine(params.schedule, params.output, params.cluster, schedule);
+        combine.arrive();
+        auto first = combine.first_destination();
+        combine.write(reinterpret_cast<typename Traits::Partial*>(ring.data),
+                      Traits::kWorkerThreads * params.schedule.workers, first, [&] { pipeline.sync_workers(); });
+      });
+}
+
+}  // namespace cute_kernels::attention::sm90

@@ -1,0 +1,50 @@
+// Definitions behind launch.hpp for CC 9.0, included by the instantiations only.
+#pragma once
+
+#include "cute_kernels/ops/attention/launch_impl.hpp"
+#include "cute_kernels/ops/attention/sm90/kernel.hpp"
+
+namespace cute_kernels::attention::sm90 {
+
+template <int kHeadDim>
+pipeline::KernelLimits limits(format::CodecId codec, int n) {
+  return visit_traits<kHeadDim>(codec, n, [](auto traits) {
+    using T = decltype(traits);
+    pipeline::KernelLimits limits{};
+    limits.max_workers = Storage<T>::kMaxWorkers;
+    limits.worker_warps = T::kWorkerWarps;
+    limits.min_stages = 2;
+    limits.max_stages = pipeline::kMaxStages;
+    limits.min_block_bytes = sizeof(typename T::Partial);  // the stages, no fewer than workers, take their partials
+    limits.fixed_shared_bytes = kFixedBytes<T>;
+    limits.one_ring = true;
+    limits.stages_ahead = kStagesAhead;
+    limits.combines_in_cluster = true;
+    return limits;
+  });
+}
+
+template <int kHeadDim>
+void launch(Params const& params, pipeline::Config const& config, cudaStream_t stream) {
+  visit_traits<kHeadDim>(params.keys.codec, config.n, [&](auto traits) {
+    using T = decltype(traits);
+    auto* kernel = params.uniform           ? attention_kernel<UniformTraits<T>>
+                   : params.separate_orders ? attention_kernel<T>
+                                            : attention_kernel<SharedOrderTraits<T>>;
+    RingParams ring_params = pipeline::ring_params(params, params.stages, config);
+    if (!params.schedule.variable_length && !params.keys.pages.table)
+      ring_params.prefetch_row_offsets = pipeline::row_offset_prefetch(params.keys, config);
+    int warpgroups = (config.workers * T::kWorkerWarps + kWarpgroupWarps - 1) / kWarpgroupWarps;
+    pipeline::launch_clusters(kernel, ring_params, config, (warpgroups + 1) * kWarpgroupThreads,
+                              kFixedBytes<T> + params.schedule_bytes + params.stages.count * params.stages.stage_bytes,
+                              stream);
+    if (!params.schedule.by_work_tile) launch_combine<T>(params, config, stream);
+  });
+}
+
+template <int kHeadDim>
+Launcher<Params> launcher() {
+  return {limits<kHeadDim>, launch<kHeadDim>};
+}
+
+}  // namespace cute_kernels::attention::sm90

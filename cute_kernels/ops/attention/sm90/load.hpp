@@ -1,0 +1,89 @@
+// What the producers of CC 9.0 load: bulk copies, a tile's block and its token orders each with one. A KV tile has two
+// iterations of its worker, keys then values.
+#pragma once
+
+#include <cute/arch/copy_sm90_tma.hpp>
+
+#include "cute_kernels/ops/attention/stage.hpp"
+#include "cute_kernels/pipeline/bulk/fill_ring.hpp"
+#include "cute_kernels/pipeline/bulk/params.hpp"
+
+namespace cute_kernels::attention::sm90 {
+
+using pipeline::StageRing;
+using RingParams = pipeline::RingParams<Params>;
+
+inline constexpr int kStagesAhead = 16;  // at most, beyond one a worker
+
+// Stages beyond a shorter split's end stay empty, and so do those of the window if its tokens are not staged.
+template <class Traits>
+struct TileLoad {
+  enum class Source { kNothing, kTile, kWindow };
+
+  Source source = Source::kNothing;
+  bool is_value = false;
+  int rows = 0;                 // of a compressed tile's block; tokens of the window
+  int tile = 0, first_row = 0;  // of a compressed tile
+  int64_t window_elements = 0;  // from the window's start
+
+  TileLoad() = default;
+  CUTE_DEVICE TileLoad(RingParams const& params, typename Traits::Schedule const& schedule, int number) {
+    int iteration, worker;
+    params.ring.workers(iteration, worker, number);
+    is_value = iteration % 2;
+    schedule::Range split = schedule.split_of_worker(worker);
+    int kv_tile = split.begin + iteration / 2;
+    if (kv_tile >= split.end) return;
+    schedule::WorkTile work_tile = schedule.work_tile_with(kv_tile);
+    schedule::KvTileMap map = schedule.tile_map(work_tile, blockIdx.x * params.schedule.workers + worker);
+    StageSource<Traits> stage_source(params, work_tile, map, kv_tile, is_value);
+    if (stage_source.window_tokens > 0) {
+      Window const& window = params.window;
+      source = Source::kWindow;
+      rows = stage_source.window_tokens;
+      window_elements = window_offset(work_tile, is_value ? window.value_strides : window.key_strides,
+                                      (kv_tile - map.first_window) * schedule::kWindowTileTokens);
+    }
+    if (stage_source.tile < 0) return;
+    format::SparseView const& view = stage_source.view(params);
+    if constexpr (Traits::kUniform) __builtin_assume(!view.pages.table);
+    source = Source::kTile;
+    tile = static_cast<int>(stage_source.tile);
+    first_row = static_cast<int>(view.first_row(tile));
+    rows = view.rows(tile);
+  }
+
+  template <class Barrier>
+  CUTE_DEVICE void load(RingParams const& params, typename Traits::Schedule const&, uint8_t* to, Barrier& full) const {
+    using cute::TMA::CacheHintSm90;
+    if (source == Source::kNothing) return full.arrive();
+    bool read_once = params.schedule.row_blocks.divisor == 1;
+    auto policy = static_cast<uint64_t>(read_once ? CacheHintSm90::EVICT_FIRST : CacheHintSm90::EVICT_NORMAL);
+    Stage stage(params.stages, to);
+    if (source == Source::kWindow) {
+      auto const* from = static_cast<uint16_t const*>(is_value ? params.window.values : params.window.keys);
+      int bytes = rows * params.keys.head_dim * static_cast<int>(sizeof(*from));
+      full.arrive_and_expect_tx(bytes);
+      return ptx::bulk_copy(stage.block, from + window_elements, bytes, &full, policy);
+    }
+    bool token_order = !is_value || (!Traits::kUniform && params.zero_masked);
+    bool value_order = Traits::kSeparateOrders && !is_value && params.separate_orders;
+    int bytes = rows * format::kRowBytes;
+    full.arrive_and_expect_tx(bytes + (token_order + value_order) * kOrderBytes);
+    format::SparseView const& view = is_value ? params.values : params.keys;
+    ptx::bulk_copy(stage.block, view.blocks + int64_t{first_row} * format::kLanes, bytes, &full, policy);
+    int64_t order = int64_t{tile} * kOrderBytes;
+    if (token_order) ptx::bulk_copy(stage.token_order, view.token_order + order, kOrderBytes, &full, policy);
+    if (value_order) ptx::bulk_copy(stage.value_order, params.values.token_order + order, kOrderBytes, &full, policy);
+  }
+};
+
+// `producer`: of kMaxProducers.
+template <class Traits>
+CUTE_DEVICE void load_tiles(RingParams const& params, typename Traits::Schedule const& schedule, StageRing const& ring,
+                            int producer) {
+  if (producer < 2) params.prefetch_row_offsets((producer == 0 ? params.keys : params.values).row_offsets);
+  pipeline::fill_ring<TileLoad<Traits>>(ring, producer, 2 * schedule.longest_split(), params, schedule);
+}
+
+}  // namespace cute_kernels::attention::sm90

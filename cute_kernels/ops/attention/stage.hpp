@@ -1,0 +1,56 @@
+// What a stage in shared memory holds: a tile's block, and the token orders that come with it.
+#pragma once
+
+#include "cute_kernels/ops/attention/params.hpp"
+#include "cute_kernels/ops/attention/traits.hpp"
+
+namespace cute_kernels::attention {
+
+struct Stage {
+  uint8_t* block;
+  uint8_t* token_order;  // of keys; of values where Params::zero_masked
+  uint8_t* value_order;  // beside the keys' where Params::separate_orders
+
+  CUTE_DEVICE Stage(pipeline::Stages const& stages, uint8_t* data)
+      : block(data),
+        token_order(data + stages.stage_bytes - kStageOrders * kOrderBytes),
+        value_order(token_order + kOrderBytes) {}
+};
+
+// Elements from the start of keys or values of the windows to a token of the work tile's.
+CUTE_DEVICE int64_t window_offset(schedule::WorkTile const& work_tile, int64_t const (&strides)[3], int token) {
+  return work_tile.sequence * strides[0] + work_tile.kv_head * strides[1] + token * strides[2];
+}
+
+template <class Traits>
+CUTE_DEVICE uint8_t const* channel_order(format::SparseView const& view, schedule::WorkTile const& work_tile) {
+  return view.channel_order + (int64_t{work_tile.sequence} * view.kv_heads + work_tile.kv_head) * Traits::kHeadDim;
+}
+
+// What fills a stage: a compressed tile, a window tile if the window is staged, or nothing. The two stages of a KV tile
+// follow one another, keys then values.
+template <class Traits>
+struct StageSource {
+  bool is_value;
+  int64_t tile = -1;      // in the storage, the same for keys and values; -1: none
+  int window_tokens = 0;  // 0: none
+
+  CUTE_DEVICE StageSource(Params const& params, schedule::WorkTile const& work_tile, schedule::KvTileMap const& map,
+                          int kv_tile, bool is_value)
+      : is_value(is_value) {
+    int index = kv_tile - map.first_tile;
+    if (kv_tile < map.window_end) {
+      if (params.window_staged)
+        window_tokens = min(schedule::kWindowTileTokens,
+                            work_tile.window_tokens - (kv_tile - map.first_window) * schedule::kWindowTileTokens);
+    } else if (index * format::kTileTokens < work_tile.tokens) {
+      if constexpr (Traits::kUniform) __builtin_assume(!view(params).pages.table);
+      tile = view(params).tile_index(work_tile.sequence, work_tile.kv_head, index);
+    }
+  }
+  CUTE_DEVICE format::SparseView const& view(Params const& params) const {
+    return is_value ? params.values : params.keys;
+  }
+};
+
+}  // namespace cute_kernels::attention

@@ -1,0 +1,60 @@
+// The compile-time shape of an attention kernel.
+//
+// A worker is a few warps that share whole tiles of keys, then of values: each takes its part of the tile's rows, so
+// tokens of keys and channels of values, and they exchange P in between. With one warp a tile every SM's warps would be
+// at work with their last tiles for longer.
+#pragma once
+
+#include "cute_kernels/mma/warp/traits.hpp"
+#include "cute_kernels/reduce/policies.hpp"
+#include "cute_kernels/schedule/schedule.hpp"
+
+namespace cute_kernels::attention {
+
+using namespace cute;
+using format::Role;
+
+// Uniform calls are those of caches as compress_kv makes them, all of which counts (`Params::uniform`). Kernels that
+// know it do without what pages, lengths and separate token orders need; others do at
+// least without the last (`Params::separate_orders`).
+template <class Stored_, int kHeadDim_, int kN_, bool kUniform_ = false, bool kSeparateOrders_ = !kUniform_>
+struct Traits {
+  using Stored = Stored_;
+  using TileFormat = typename Stored::TileFormat;
+  using Codec = typename Stored::Codec;
+  using Element = typename Stored::Element;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kN = kN_;  // query rows
+  static constexpr bool kUniform = kUniform_, kSeparateOrders = kSeparateOrders_;
+  static_assert(!(kUniform && kSeparateOrders));
+  static constexpr int kRowBlocks = kN / 8;
+  static constexpr int kTokens = format::kTileTokens;
+  static constexpr int kWorkerWarps = 2;
+  static constexpr int kWorkerThreads = 32 * kWorkerWarps;
+
+  static constexpr int kQueryStride = kHeadDim + 8;  // of rows of q in shared memory: in different banks
+
+  using SchedulePolicy = schedule::AttentionPolicy<kN, kUniform>;
+  using Schedule = schedule::Schedule<SchedulePolicy>;
+  using OutputShape = reduce::OutputShape<kHeadDim, kN>;
+  using Partial = reduce::LogSumExp::Partial<OutputShape>;
+
+  using Keys = mma::WarpTraits<Role::kKey, Stored, kHeadDim, kN>;
+  using Values = mma::WarpTraits<Role::kValue, Stored, kHeadDim, kN>;
+  using TiledMma = typename Keys::TiledMma;  // of one warp
+  static constexpr int kTokenBlocks = kTokens / 16, kChannelBlocks = kHeadDim / 16;
+  static constexpr int kOwnTokenBlocks = kTokenBlocks / kWorkerWarps, kOwnChannelBlocks = kChannelBlocks / kWorkerWarps;
+  static_assert(kOwnTokenBlocks * kWorkerWarps == kTokenBlocks && kOwnChannelBlocks * kWorkerWarps == kChannelBlocks);
+
+  // A warp's part of O^T and S^T, Q^T, P^T, and what decoding takes; read off the compiler's reports like those
+  // of the products.
+  static constexpr int kRegisters =
+      (Values::kAccumulators + Keys::kAccumulators) / kWorkerWarps + Keys::kOperandB + Values::kOperandB + 56;
+};
+
+template <class T>
+using UniformTraits = Traits<typename T::Stored, T::kHeadDim, T::kN, true>;
+template <class T>
+using SharedOrderTraits = Traits<typename T::Stored, T::kHeadDim, T::kN, false, false>;
+
+}  // namespace cute_kernels::attention

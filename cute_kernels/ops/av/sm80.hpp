@@ -1,0 +1,65 @@
+// sparse_av on CC 8.x: every warp fetches and multiplies the tiles of its own split. Definitions behind launch.hpp,
+// included by the instantiations only.
+#pragma once
+
+#include "cute_kernels/ops/av/launch.hpp"
+#include "cute_kernels/ops/av/multiply_values.hpp"
+#include "cute_kernels/ops/av/p_rows.hpp"
+#include "cute_kernels/ops/product/sm80/launch.hpp"
+#include "cute_kernels/reduce/split_combine.hpp"
+
+namespace cute_kernels::av::sm80 {
+
+struct PFetch {
+  Params const& params;
+
+  CUTE_DEVICE void fetch(schedule::WorkTile const& work_tile, int tile, Stage const& stage) const {
+    PRows rows(params, work_tile, tile);
+    if (params.vector_loads)
+      rows.copy_async(stage.dense_rows);
+    else
+      rows.copy(stage.dense_rows);
+  }
+};
+
+// kConverts: p is not in the type of V.
+template <class Traits, bool kConverts>
+__global__ void __launch_bounds__(32 * Traits::kMaxWarps, 1) sparse_av_kernel(CUTE_GRID_CONSTANT Params const params) {
+  extern __shared__ __align__(128) uint8_t shared[];
+  using Policy = schedule::ProductPolicy<Traits::kN>;
+  ptx::launch_dependents();
+  schedule::Schedule<Policy> schedule(params.schedule, nullptr);
+  int warp = threadIdx.x / 32;
+  schedule::Range split = schedule.split_of_worker(warp);
+  product::sm80::WarpPipeline<Policy, PFetch> pipeline(params, schedule, shared, warp, split, {params});
+  multiply_values<Traits, kConverts>(
+      params, schedule, split, pipeline, [&](auto const& tCrC, schedule::WorkTile const& work_tile) {
+        int split_index = blockIdx.x * params.schedule.workers + warp;
+        store_partial<Traits>(tCrC, work_tile.rows,
+                              reduce::partial<Partial<Traits>>(params.output, split_index, work_tile.index));
+      });
+}
+
+template <int kHeadDim>
+pipeline::KernelLimits limits(format::CodecId codec, int n) {
+  return product::sm80::visit_traits<format::Role::kValue, kHeadDim>(
+      codec, n, [](auto traits) { return product::sm80::limits<decltype(traits)>(0); });
+}
+
+template <int kHeadDim>
+void launch(Params const& params, pipeline::Config const& config, cudaStream_t stream) {
+  product::sm80::visit_traits<format::Role::kValue, kHeadDim>(params.sparse.codec, config.n, [&](auto traits) {
+    using T = decltype(traits);
+    bool converts = params.dense.dtype != params.sparse.dtype;
+    product::sm80::launch(converts ? sparse_av_kernel<T, true> : sparse_av_kernel<T, false>, params, config, stream);
+    reduce::launch_combine<reduce::Sum, OutputShape<T>, typename T::Element, schedule::ProductPolicy<T::kN>>(
+        params.schedule, params.output, config, 0, stream);
+  });
+}
+
+template <int kHeadDim>
+Launcher<Params> launcher() {
+  return {limits<kHeadDim>, launch<kHeadDim>};
+}
+
+}  // namespace cute_kernels::av::sm80

@@ -1,0 +1,97 @@
+// sparse_av on CC 9.0. Definitions behind launch.hpp, included by the instantiations only.
+#pragma once
+
+#include "cute_kernels/ops/av/launch.hpp"
+#include "cute_kernels/ops/av/multiply_values.hpp"
+#include "cute_kernels/ops/av/p_rows.hpp"
+#include "cute_kernels/ops/av/tensor_map.hpp"
+#include "cute_kernels/ops/av/warpgroup/kernel.hpp"
+#include "cute_kernels/ops/product/sm90/launch.hpp"
+#include "cute_kernels/reduce/cluster_combine.hpp"
+#include "cute_kernels/reduce/split_combine.hpp"
+
+namespace cute_kernels::av::sm90 {
+
+// Without a tensor map the workers copy p into their stages themselves.
+struct PCopy {
+  RingParams const& params;
+
+  CUTE_DEVICE void prepare(schedule::WorkTile const& work_tile, int tile, Stage const& stage) const {
+    if (params.has_p_map) return;
+    PRows(params, work_tile, tile).copy(stage.dense_rows);
+    __syncwarp();
+  }
+};
+
+// kConverts: p is not in the type of V.
+template <class Traits, bool kConverts>
+__global__ void __launch_bounds__(pipeline::kMaxThreads<product::sm90::kMaxWarpgroups<Traits>>, 1)
+    sparse_av_warps(CUTE_GRID_CONSTANT RingParams const params) {
+  extern __shared__ __align__(128) uint8_t shared[];
+  using Policy = schedule::ProductPolicy<Traits::kN>;
+  using Combine = reduce::ClusterCombine<reduce::Sum, OutputShape<Traits>, typename Traits::Element, Policy>;
+  ptx::launch_dependents();
+  if (params.has_p_map && threadIdx.x == 0)
+    prefetch_tma_descriptor(reinterpret_cast<TmaDescriptor const*>(&params.p_map));
+  product::sm90::run_warps<Traits, Policy, PLoad>(
+      params, shared, [&](auto const& schedule, auto const& ring, int worker) {
+        product::sm90::WarpPipeline<PCopy> pipeline(params.stages, ring, worker, {params});
+        Combine combine(params.schedule, params.output, params.cluster, schedule);
+        auto first = combine.first_destination();
+        auto* stages = reinterpret_cast<Partial<Traits>*>(ring.data);  // take partials when all tiles have been read
+        multiply_values<Traits, kConverts>(
+            params, schedule, schedule.split_of_worker(worker), pipeline,
+            [&](auto const& tCrC, schedule::WorkTile const& work_tile) {
+              if (params.schedule.by_work_tile) {  // then a split has one work tile
+                pipeline.sync_workers();
+                return store_partial<Traits>(tCrC, work_tile.rows, stages + worker);
+              }
+              int split = blockIdx.x * params.schedule.workers + worker;
+              store_partial<Traits>(tCrC, work_tile.rows,
+                                    reduce::partial<Partial<Traits>>(params.output, split, work_tile.index));
+            });
+        if (!params.schedule.by_work_tile) return;
+        combine.arrive();
+        combine.write(stages, 32 * params.schedule.workers, first, [&] { pipeline.sync_workers(); });
+      });
+}
+
+template <int kHeadDim>
+pipeline::KernelLimits limits(format::CodecId codec, int n) {
+  return product::sm90::visit_traits<format::Role::kValue, kHeadDim>(codec, n, [](auto traits) {
+    using T = decltype(traits);
+    if constexpr (product::sm90::kByWarps<T>)
+      return product::sm90::warp_limits<T>(sizeof(Partial<T>), true);
+    else
+      return product::sm90::warpgroup_limits<T, WarpgroupStorage<T>>();
+  });
+}
+
+template <int kHeadDim>
+void launch(Params const& params, pipeline::Config const& config, cudaStream_t stream) {
+  RingParams ring_params{};
+  static_cast<pipeline::RingParams<Params>&>(ring_params) = pipeline::ring_params(params, params.stages, config);
+  ring_params.prefetch_row_offsets = pipeline::row_offset_prefetch(params.sparse, config);
+  make_p_map(ring_params, config.n);
+  bool converts = params.dense.dtype != params.sparse.dtype;
+  product::sm90::visit_traits<format::Role::kValue, kHeadDim>(params.sparse.codec, config.n, [&](auto traits) {
+    using T = decltype(traits);
+    if constexpr (product::sm90::kByWarps<T>)
+      product::sm90::launch(converts ? sparse_av_warps<T, true> : sparse_av_warps<T, false>, ring_params, config, 32,
+                            product::sm90::kWarpFixedBytes, stream);
+    else
+      product::sm90::launch(converts ? sparse_av_warpgroups<T, true> : sparse_av_warpgroups<T, false>, ring_params,
+                            config, mma::kWarpgroupThreads,
+                            product::sm90::kWarpgroupsFixedBytes<T, WarpgroupStorage<T>>, stream);
+    if (params.schedule.by_work_tile) return;
+    reduce::launch_combine<reduce::Sum, OutputShape<T>, typename T::Element, schedule::ProductPolicy<T::kN>>(
+        params.schedule, params.output, config, 0, stream);
+  });
+}
+
+template <int kHeadDim>
+Launcher<Params> launcher() {
+  return {limits<kHeadDim>, launch<kHeadDim>};
+}
+
+}  // namespace cute_kernels::av::sm90

@@ -1,0 +1,70 @@
+// sparse_qk by warps: S^T = K Q^T, a tile of keys to a warp at a time.
+#pragma once
+
+#include "cute_kernels/mma/warp/multiply_tile.hpp"
+#include "cute_kernels/ops/product/stage.hpp"
+#include "cute_kernels/ops/qk/store_logits.hpp"
+
+namespace cute_kernels::qk {
+
+using namespace cute;
+
+// Q^T as B fragments, channels in the order of the head's compressed channels. Channels beyond the last are
+// zeros; rows beyond the last repeat it, are computed and never stored.
+template <class Traits, class Fragment>
+CUTE_DEVICE void load_queries(Params const& params, schedule::WorkTile const& work_tile,
+                              Fragment& tCrB /* (MMA,MMA_N,MMA_K) */) {
+  using Element = typename Traits::Element;
+  auto thr_mma = typename Traits::TiledMma{}.get_slice(threadIdx.x % 32);
+  Tensor cB =
+      make_identity_tensor(Shape<Int<Traits::kN>, Int<Traits::kK>>{});  // (BLK_N,BLK_K) -> (row, channel_position)
+  Tensor tCcB = thr_mma.partition_B(cB);                                // ((2,2),MMA_N,MMA_K)
+  CUTE_STATIC_ASSERT_V(shape(tCcB) == shape(tCrB));
+  CUTE_STATIC_ASSERT_V((shape<0>(tCcB) == Shape<_2, _2>{}));  // two neighbouring columns, then 8 further on
+  uint8_t const* channel_order = params.channel_order(work_tile, Traits::kHeadDim);
+  CUTE_UNROLL
+  for (int n = 0; n < size<1>(tCcB); ++n) {
+    int row = min(get<0>(tCcB(0, n, 0)), work_tile.rows - 1);
+    auto const* q = static_cast<Element const*>(params.dense.data) + params.head_offset(work_tile) +
+                    params.row_offset(work_tile.first_row + row);
+    CUTE_UNROLL
+    for (int k = 0; k < size<2>(tCcB); ++k) {
+      CUTE_UNROLL
+      for (int j = 0; j < 2; ++j) {
+        int position = Traits::TileFormat::position_of_column(get<1>(tCcB(make_coord(j, 0), n, k)));
+        uint32_t channels = __ldg(reinterpret_cast<uint16_t const*>(channel_order + position));
+        CUTE_UNROLL
+        for (int i = 0; i < 2; ++i) {
+          int channel = channels >> (8 * i) & 0xff;
+          tCrB(make_coord(j, i), n, k) = channel < params.sparse.head_dim ? q[channel] : Element(0.f);
+        }
+      }
+    }
+  }
+}
+
+// All tiles of a warp's split, as `pipeline` loads them.
+template <class Traits, class Schedule, class Pipeline>
+CUTE_DEVICE void multiply_keys(Params const& params, Schedule const& schedule, schedule::Range split,
+                               Pipeline& pipeline) {
+  using TiledMma = typename Traits::TiledMma;
+  auto thr_mma = TiledMma{}.get_slice(threadIdx.x % 32);
+  Tensor cB = make_identity_tensor(Shape<Int<Traits::kN>, Int<Traits::kK>>{});
+  Tensor tCrB = make_tensor<typename Traits::Element>(shape(thr_mma.partition_B(cB)));  // (MMA,MMA_N,MMA_K)
+  for (int tile = split.begin; tile < split.end;) {
+    schedule::WorkTile work_tile = schedule.work_tile_with(tile);
+    load_queries<Traits>(params, work_tile, tCrB);
+    CUTE_NO_UNROLL
+    for (int end = min(work_tile.tiles.end, split.end); tile < end; ++tile) {
+      product::Stage stage = pipeline.next(work_tile, tile);
+      Tensor tCrC = partition_fragment_C(TiledMma{}, Shape<Int<Traits::kM>, Int<Traits::kN>>{});  // (MMA,MMA_M,MMA_N)
+      clear(tCrC);
+      mma::multiply_tile<Traits>(cast_smem_ptr_to_uint(stage.block), tCrB, tCrC);
+      __syncwarp();  // the block has been read: its bytes now take the logits
+      store_logits<Traits>(params, work_tile, tile, stage, tCrC);
+      pipeline.release();
+    }
+  }
+}
+
+}  // namespace cute_kernels::qk

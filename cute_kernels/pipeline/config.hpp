@@ -1,0 +1,42 @@
+// How a kernel is laid over one device. dispatch/ chooses it from the kernel's limits.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "cute_kernels/format/storage.hpp"
+
+namespace cute_kernels::pipeline {
+
+inline constexpr int kMaxProducers = 4;  // warps that fill a ring
+
+// How shared memory is divided into stages, the same for every worker.
+struct Stages {
+  int count;        // of a worker, or of all where they share one ring
+  int block_bytes;  // for one tile's block
+  int stage_bytes;  // the block and behind it, in format::kRowsBehind rows or more, what comes with it
+};
+
+// A worker consumes whole tiles: a warp, two warps, or a warpgroup.
+struct Config {
+  int n;                     // query rows a pass, one of the kernel's
+  int workers;               // a CTA, one CTA an SM
+  int ctas;                  // of the grid
+  int producers;             // warps that fill a ring of stages; 0: workers fill their own
+  int splits_per_work_tile;  // of every work tile, none reaching into another; 0: the whole schedule is partitioned
+  int cluster;               // CTAs that share a work tile then, else 1
+  bool programmatic_launch;  // the second kernel may be set up while the first drains (CC 9.0)
+};
+
+// What the choice depends on, from the kernel's traits.
+struct KernelLimits {
+  int max_workers;
+  int worker_warps;
+  int min_stages, max_stages;        // of a worker; of a CTA if `one_ring`
+  int min_block_bytes;               // of a stage: a block's bytes may also take results
+  int fixed_shared_bytes;            // of a CTA, beside the stages
+  bool one_ring = false;             // of stages for all workers
+  int stages_ahead = 0;              // of those, beyond one a worker, at most
+  bool combines_in_cluster = false;  // workers' partials of a work tile can be combined within a cluster
+};
+
+}  // namespace cute_kernels::pipeline

@@ -1,0 +1,106 @@
+// The end of a kernel where a cluster has all splits of its work tiles: their partials are put together out of the
+// shared memory of its CTAs, in a fixed order, and the results are written. No partials in memory, no second kernel.
+#pragma once
+
+#include "cute_kernels/pipeline/bulk/cluster.hpp"
+#include "cute_kernels/reduce/policies.hpp"
+#include "cute_kernels/schedule/schedule.hpp"
+
+namespace cute_kernels::reduce {
+
+inline constexpr int kSummands = 4;  // lanes that put together a quarter of the partials each, then write a value each
+
+// Work tiles of a CTA; the CTAs of a cluster take equal parts of a work tile's vectors.
+template <class Policy, class OutputShape, class Element, class SchedulePolicy>
+class ClusterCombine {
+ public:
+  using Partial = typename Policy::template Partial<OutputShape>;
+
+  CUTE_DEVICE ClusterCombine(schedule::Params const& schedule_params, Output const& output,
+                             pipeline::ClusterShape const& cluster, schedule::Schedule<SchedulePolicy> const& schedule)
+      : schedule_params_(schedule_params),
+        output_(output),
+        cluster_(cluster),
+        schedule_(schedule),
+        vectors_log2_(output.vectors.count_log2(OutputShape::kAtomsLog2) - cluster.ctas_log2) {}
+
+  // Where one of the four values of a vector goes, null: nowhere.
+  struct Destination {
+    int vector;  // of VectorLayout
+    Element* out = nullptr;
+    float* lse = nullptr;
+    bool has_rows = false;  // of the vector
+  };
+
+  // Of the first value that this thread writes: looked up before the other workers have arrived.
+  CUTE_DEVICE Destination first_destination() const {
+    return destination(threadIdx.x / kSummands, threadIdx.x % kSummands);
+  }
+
+  // This worker has stored its partial.
+  CUTE_DEVICE void arrive() const {
+    if (cluster_.ctas == 1) return;
+    ptx::compiler_fence();  // the library's cluster barrier does not say that it orders memory
+    cute::cluster_arrive();
+  }
+
+  // With all workers' threads, `threads` from thread 0 on, after `arrive`: worker w has stored its partial at
+  // partials[w].
+  template <class Sync>
+  CUTE_DEVICE void write(Partial* partials, int threads, Destination to, Sync&& sync_workers) const {
+    using Accumulator = typename Policy::template Accumulator<OutputShape>;
+    int summand = threadIdx.x % kSummands, step = threads / kSummands;
+    if (cluster_.ctas > 1) {
+      cute::cluster_wait();
+      ptx::compiler_fence();
+    } else {
+      sync_workers();
+    }
+    // All lanes of a warp go on together.
+    for (int i = threadIdx.x / kSummands; i - i % kWarpVectors < cluster_.work_tiles << vectors_log2_; i += step) {
+      if (i >= step) to = destination(i, summand);
+      Accumulator sum;
+      if (to.has_rows) {
+        cluster_.for_splits(
+            summand, kSummands, partials + (i >> vectors_log2_) * cluster_.splits, 1,
+            [&](Partial const& partial) { return Accumulator(partial, to.vector); },
+            [&](Accumulator const& other) { sum.add(other); });
+      }
+      CUTE_UNROLL
+      for (int mask = 1; mask < kSummands; mask *= 2) sum.add_from_lane(mask);
+      if (to.out) *to.out = Element(sum.value(summand));
+      if constexpr (Policy::kHasLse) {
+        if (to.lse) *to.lse = sum.lse(summand % 2);
+      }
+    }
+    if (cluster_.ctas == 1) return;
+    ptx::compiler_fence();
+    cute::cluster_arrive_relaxed();  // no CTA may end while others read its partials
+    cute::cluster_wait();
+  }
+
+ private:
+  static constexpr int kWarpVectors = 32 / kSummands;
+
+  schedule::Params const& schedule_params_;
+  Output const& output_;
+  pipeline::ClusterShape const& cluster_;
+  schedule::Schedule<SchedulePolicy> const& schedule_;
+  int vectors_log2_;  // of a work tile, that this CTA puts together
+
+  // One of the four values of this CTA's i-th vector.
+  CUTE_DEVICE Destination destination(int i, int value) const {
+    int of_cta = i >> vectors_log2_;
+    if (!schedule_params_.by_work_tile || of_cta >= cluster_.work_tiles) return {0};
+    int vector = output_.vectors[(cluster_.rank() << vectors_log2_) + (i & ((1 << vectors_log2_) - 1))];
+    int lane = vector % 32, atom = vector / 32;
+    int m = atom % OutputShape::kChannelBlocks, n = atom / OutputShape::kChannelBlocks;
+    schedule::WorkTile work_tile = schedule_.work_tile(cluster_.first_work_tile() + of_cta);
+    OutputElement<Element, OutputShape> element(schedule_params_, output_, work_tile, lane, m, n, value);
+    bool stores_lse = Policy::kHasLse && value < 2 && m == 0 && lane < 4;
+    return {vector, element.out(output_), stores_lse ? element.lse(output_) : nullptr,
+            has_rows(work_tile.rows, lane, n)};
+  }
+};
+
+}  // namespace cute_kernels::reduce

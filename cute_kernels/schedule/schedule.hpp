@@ -1,0 +1,248 @@
+// Who works on what: the schedule that products and attention share.
+//
+// A work tile is (batch row, KV head, block of query rows). Its KV tiles are the iterations of the main loop: window
+// tiles of a few dense tokens each, then the compressed tiles. The schedule lists the KV tiles of all work tiles, one
+// after the other, and is partitioned into splits of equal cost, one a worker. A work tile costs something of its own
+// (`Policy::work_tile_cost`), which counts before its first KV tile: without it some workers would have many short work
+// tiles.
+//
+// Or, where that is about as even, every work tile is partitioned into as many splits (`Params::by_work_tile`), so that
+// a cluster has all of them; its window is spread over them.
+//
+// Where lengths are on the device (`Params::variable_length`), so is the partition: every CTA works it out for itself.
+#pragma once
+
+#include "cute_kernels/schedule/cost.hpp"
+#include "cute_kernels/schedule/params.hpp"
+
+namespace cute_kernels::schedule {
+
+inline constexpr int kMaxWorkers = 16;  // of a CTA
+
+// Products: every work tile has the same compressed tiles, no window, and no cost of its own.
+template <int kRows_>
+struct ProductPolicy {
+  static constexpr int kRows = kRows_;  // of a block of query rows
+  static constexpr bool kUniform = true, kHasWindow = false;
+  CUTE_HOST_DEVICE static constexpr int work_tile_cost(bool) { return 0; }
+};
+
+// Attention. kUniform: no lengths and no sequences, known at compile time.
+template <int kRows_, bool kUniform_>
+struct AttentionPolicy {
+  static constexpr int kRows = kRows_;
+  static constexpr bool kUniform = kUniform_, kHasWindow = true;
+  CUTE_HOST_DEVICE static constexpr int work_tile_cost(bool variable_length) {
+    return attention_work_tile_cost(variable_length);
+  }
+};
+
+// Shared memory that a Schedule takes; the pipeline's stages may follow.
+constexpr int shared_bytes(bool variable_length, int batch) {
+  int row_bytes =
+      variable_length ? (batch + 1) * static_cast<int>(sizeof(int)) + static_cast<int>(sizeof(Partition)) : 0;
+  return ((kMaxWorkers + 1) * static_cast<int>(sizeof(int)) + row_bytes + 127) / 128 * 128;
+}
+
+// What a CTA knows of the schedule.
+template <class Policy>
+class Schedule {
+ public:
+  // shared: shared_bytes of shared memory, at an address that takes no register, since work is looked up all over; null
+  // if Policy::kUniform.
+  CUTE_HOST_DEVICE Schedule(Params const& params, void* shared)
+      : params_(params), split_begins_(static_cast<int*>(shared)), tile_ends_(split_begins_ + kMaxWorkers + 1) {}
+
+  // With all threads of the CTA: before anything else is asked for.
+  CUTE_DEVICE void prepare() {
+    if (!variable_length()) return;
+    CUTE_NO_UNROLL
+    for (int row = threadIdx.x; row < params_.batch; row += blockDim.x) {
+      int sequence = sequence_of(row);
+      tile_ends_[row + 1] = static_cast<int>(kv_tiles_of(tokens_of(sequence), window_tokens_of(sequence)));
+    }
+    __syncthreads();
+    if (threadIdx.x < 32) add_up_tiles();
+    __syncthreads();
+  }
+
+  // With all threads of the CTA: before its workers' splits are asked for.
+  CUTE_DEVICE void prepare_splits() {
+    if constexpr (Policy::kUniform) return;  // soon worked out
+    int worker = threadIdx.x;
+    if (worker <= params_.workers) split_begins_[worker] = split_begin(blockIdx.x * params_.workers + worker);
+    __syncthreads();
+  }
+
+  // Of the whole schedule's splits; some are empty if there are fewer KV tiles.
+  CUTE_HOST_DEVICE int split_begin(int split) const {
+    if (!params_.by_work_tile) return tile_at(cost_before(split));
+    int work_tile, index;
+    params_.splits(work_tile, index, split);
+    return work_tile * params_.tiles_per_work_tile.divisor + work_tile_partition().tiles_before(index);
+  }
+  CUTE_DEVICE Range split_of_worker(int worker) const {
+    if constexpr (!Policy::kUniform) return {split_begins_[worker], split_begins_[worker + 1]};
+    int split = blockIdx.x * params_.workers + worker;
+    return {split_begin(split), split_begin(split + 1)};
+  }
+
+  CUTE_HOST_DEVICE KvTileMap tile_map(WorkTile const& work_tile, int split) const {
+    if constexpr (!Policy::kHasWindow) return work_tile.tile_map();
+    return params_.by_work_tile ? work_tile_partition().tile_map(work_tile.tiles.begin, params_.splits.rem(split))
+                                : work_tile.tile_map();
+  }
+
+  // KV tiles of any split at most.
+  CUTE_HOST_DEVICE int longest_split() const {
+    return variable_length() ? variable_partition()->longest() : params_.longest_split;
+  }
+
+  // Unless by_work_tile: the split that has a KV tile of a work tile.
+  CUTE_HOST_DEVICE int split_with(WorkTile const& work_tile, int tile) const {
+    int cost = tile + Policy::work_tile_cost(variable_length()) * (work_tile.index + 1);
+    float fraction = static_cast<float>(cost) / static_cast<float>(partition().total);
+    int splits = static_cast<int>(fraction * static_cast<float>(params_.splits.divisor));
+    int split = splits > 1 ? splits - 1 : 0;  // rounding moves it by less than one
+    while (cost_before(split + 1) <= cost) ++split;
+    return split;
+  }
+  // Likewise: whether a split has neither KV tiles nor a work tile's own cost.
+  CUTE_HOST_DEVICE bool is_empty(int split) const { return cost_before(split) == cost_before(split + 1); }
+
+  CUTE_HOST_DEVICE WorkTile work_tile(int index) const {
+    int row, in_row;
+    params_.work_tiles_per_row(row, in_row, index);
+    if (!variable_length()) {
+      int tiles = params_.tiles_per_work_tile.divisor;
+      return make_work_tile(row, in_row, index * tiles, tiles);
+    }
+    int tiles = tile_ends_[row + 1] - tile_ends_[row];
+    return make_work_tile(row, in_row, tile_ends_[row] * params_.work_tiles_per_row.divisor + in_row * tiles, tiles);
+  }
+
+  CUTE_HOST_DEVICE WorkTile work_tile_with(int tile) const {
+    if (!variable_length()) return work_tile(params_.tiles_per_work_tile.div(tile));
+    int row = row_at(params_.work_tiles_per_row.div(tile), 0);
+    int tiles = tile_ends_[row + 1] - tile_ends_[row], before = tile_ends_[row] * params_.work_tiles_per_row.divisor;
+    int in_row = (tile - before) / tiles;
+    return make_work_tile(row, in_row, before + in_row * tiles, tiles);
+  }
+
+ private:
+  Params const& params_;
+  int* split_begins_;  // (workers + 1): of the CTA's
+  int* tile_ends_;     // (batch + 1): KV tiles of one work tile of every row before; then the partition
+
+  CUTE_HOST_DEVICE bool variable_length() const { return !Policy::kUniform && params_.variable_length; }
+
+  CUTE_HOST_DEVICE Partition partition() const {
+    if (variable_length()) return *variable_partition();
+    return params_.partition;
+  }
+  CUTE_HOST_DEVICE Partition* variable_partition() const {
+    return reinterpret_cast<Partition*>(tile_ends_ + params_.batch + 1);
+  }
+
+  CUTE_HOST_DEVICE int cost_before(int split) const { return partition().begin(split, params_.splits); }
+
+  CUTE_HOST_DEVICE WorkTilePartition work_tile_partition() const {
+    int window_tiles = Policy::kHasWindow ? static_cast<int>(window_tiles_of(params_.window_tokens)) : 0;
+    return {params_.splits, params_.partition, window_tiles, Policy::kHasWindow ? params_.window_tile_cost : 0};
+  }
+
+  // If variable_length: the row at a cost of a schedule that has one work tile of every row, each with a cost of its
+  // own.
+  CUTE_HOST_DEVICE int row_at(int cost, int own_cost) const {
+    int low = 0, high = params_.batch;
+    CUTE_NO_UNROLL
+    while (high - low > 1) {
+      int middle = (low + high) / 2;
+      (tile_ends_[middle] + own_cost * middle <= cost ? low : high) = middle;
+    }
+    return low;
+  }
+
+  // The KV tile at, or the first one behind, a cost.
+  CUTE_HOST_DEVICE int tile_at(int cost) const {
+    int own_cost = Policy::work_tile_cost(variable_length());
+    auto tile_in_work_tile = [&](int cost) { return cost > own_cost ? cost - own_cost : 0; };
+    if (Policy::work_tile_cost(false) == 0) return cost;
+    if (!variable_length()) {
+      int work_tile, in_work_tile;
+      params_.cost_per_work_tile(work_tile, in_work_tile, cost);
+      return work_tile * params_.tiles_per_work_tile.divisor + tile_in_work_tile(in_work_tile);
+    }
+    int row = row_at(params_.work_tiles_per_row.div(cost), own_cost), first = tile_ends_[row];
+    int tiles = tile_ends_[row + 1] - first, costs = tiles + own_cost;
+    int in_row = cost - (first + own_cost * row) * params_.work_tiles_per_row.divisor, work_tiles = in_row / costs;
+    return first * params_.work_tiles_per_row.divisor + work_tiles * tiles +
+           tile_in_work_tile(in_row - work_tiles * costs);
+  }
+
+  // With one warp.
+  CUTE_DEVICE void add_up_tiles() {
+    int lane = threadIdx.x, sum = 0;
+    if (lane == 0) tile_ends_[0] = 0;
+    CUTE_NO_UNROLL
+    for (int first = 0; first < params_.batch; first += 32) {
+      int tiles = first + lane < params_.batch ? tile_ends_[first + lane + 1] : 0;
+      CUTE_UNROLL
+      for (int distance = 1; distance < 32; distance *= 2) {
+        int below = __shfl_up_sync(~0u, tiles, distance);
+        if (lane >= distance) tiles += below;
+      }
+      if (first + lane < params_.batch) tile_ends_[first + lane + 1] = sum + tiles;
+      sum += __shfl_sync(~0u, tiles, 31);
+    }
+    if (lane > 0) return;
+    Partition& partition = *variable_partition();
+    partition.total = (sum + Policy::work_tile_cost(true) * params_.batch) * params_.work_tiles_per_row.divisor;
+    params_.splits(partition.size, partition.remainder, partition.total);
+  }
+
+  // clamped to [0, all]
+  CUTE_HOST_DEVICE static int length_of(int32_t const* lengths, int sequence, int all) {
+#if defined(__CUDA_ARCH__)
+    return max(0, min(all, __ldg(lengths + sequence)));
+#else
+    return lengths[sequence] < 0 ? 0 : lengths[sequence] < all ? lengths[sequence] : all;
+#endif
+  }
+  CUTE_HOST_DEVICE int tokens_of(int sequence) const {
+    return !Policy::kUniform && params_.lengths ? length_of(params_.lengths, sequence, params_.tokens) : params_.tokens;
+  }
+  CUTE_HOST_DEVICE int window_tokens_of(int sequence) const {
+    if constexpr (!Policy::kHasWindow) return 0;
+    int all = params_.window_tokens;
+    return !Policy::kUniform && all > 0 && params_.window_lengths ? length_of(params_.window_lengths, sequence, all)
+                                                                  : all;
+  }
+  CUTE_HOST_DEVICE int sequence_of(int row) const {
+    if (Policy::kUniform || !params_.sequences) return row;
+#if defined(__CUDA_ARCH__)
+    return __ldg(params_.sequences + row);
+#else
+    return params_.sequences[row];
+#endif
+  }
+
+  CUTE_HOST_DEVICE WorkTile make_work_tile(int row, int in_row, int begin, int tiles) const {
+    int block;
+    WorkTile work_tile;
+    params_.row_blocks(work_tile.kv_head, block, in_row);
+    work_tile.index = row * params_.work_tiles_per_row.divisor + in_row;
+    work_tile.row = row;
+    work_tile.sequence = sequence_of(row);
+    work_tile.first_row = block * Policy::kRows;
+    int rows = params_.rows - work_tile.first_row;
+    work_tile.rows = rows < Policy::kRows ? rows : Policy::kRows;
+    work_tile.tiles = {begin, begin + tiles};
+    work_tile.window_tokens = window_tokens_of(work_tile.sequence);
+    work_tile.window_tiles = static_cast<int>(window_tiles_of(work_tile.window_tokens));
+    work_tile.tokens = tokens_of(work_tile.sequence);
+    return work_tile;
+  }
+};
+
+}  // namespace cute_kernels::schedule

@@ -1,0 +1,343 @@
+"""The extension module; written by `make stubs`. Pointers are integers, 0 is null."""
+
+from collections.abc import Sequence
+
+def build_info() -> dict: ...
+
+ARCHITECTURES: dict[str, dict[str, object]]
+
+BACKENDS: dict[str, dict[str, str]]
+
+def backend_status(backend: str, major: int, minor: int, archs: str = ...) -> str: ...
+def build_status(major: int, minor: int, archs: str = ...) -> str: ...
+def automatic_backend(major: int, minor: int) -> str: ...
+
+class format:
+    ROLES: dict[str, int]
+    DTYPES: dict[str, int]
+    CODECS: dict[str, int]
+    TILE_FORMATS: dict[str, int]
+    TILE_TOKENS: int
+    LANES: int
+    ROW_BYTES: int
+    WORD_ELEMENTS: int
+    CLASSES: int
+    VALUE_STREAMS: int
+    HEAD_DIMS: list[int]
+    @staticmethod
+    def padded_head_dim(head_dim: int) -> int: ...
+    @staticmethod
+    def bitmap_rows(padded_head_dim: int) -> int: ...
+    @staticmethod
+    def max_tile_rows(padded_head_dim: int, codec: int) -> int: ...
+    @staticmethod
+    def own_codec(dtype: int) -> int: ...
+    @staticmethod
+    def stores(codec: int, dtype: int) -> bool: ...
+    @staticmethod
+    def values_per_row(codec: int) -> int: ...
+    @staticmethod
+    def value_rows(longest: int, codec: int) -> int: ...
+    @staticmethod
+    def decode_table(codec: int, dtype: int) -> list[int]: ...
+    @staticmethod
+    def bitmap_bit(element: int) -> int: ...
+    @staticmethod
+    def element_table(role: int, padded_head_dim: int) -> list[int]: ...
+    @staticmethod
+    def stream_of(role: int, token_group: int, channel_class: int) -> tuple[int, int]: ...
+
+class SparseView:
+    def __init__(
+        self,
+        blocks: int,
+        row_offsets: int,
+        token_order: int,
+        channel_order: int,
+        role: int,
+        dtype: int,
+        codec: int,
+        batch: int,
+        kv_heads: int,
+        tokens: int,
+        head_dim: int,
+        max_tile_rows: int,
+    ) -> None: ...
+    @staticmethod
+    def paged(
+        blocks: int,
+        tile_rows: int,
+        token_order: int,
+        channel_order: int,
+        role: int,
+        dtype: int,
+        codec: int,
+        sequences: int,
+        kv_heads: int,
+        head_dim: int,
+        max_tile_rows: int,
+        page_table: int,
+        pages_per_sequence: int,
+        tiles_per_page: int,
+        slot_rows: int,
+        rows_before: int,
+    ) -> SparseView: ...
+
+class Pool:
+    def __init__(
+        self, keys: SparseView, values: SparseView, key_keep: int, value_keep: int, dropped: int, error: int
+    ) -> None: ...
+
+class cpu:
+    @staticmethod
+    def isa() -> str: ...
+    @staticmethod
+    def select(
+        x: int,
+        strides: Sequence[int],
+        batch: int,
+        kv_heads: int,
+        tokens: int,
+        head_dim: int,
+        dtype: int,
+        keep: int,
+        masks: int,
+        counts: int,
+        pruned: int,
+        threads: int,
+    ) -> None: ...
+    @staticmethod
+    def quantize(
+        x: int,
+        strides: Sequence[int],
+        batch: int,
+        kv_heads: int,
+        tokens: int,
+        head_dim: int,
+        dtype: int,
+        codec: int,
+        out: int,
+        threads: int,
+    ) -> None: ...
+    @staticmethod
+    def balance(
+        masks: int,
+        channel_order: int,
+        masks2: int,
+        channel_order2: int,
+        batch: int,
+        kv_heads: int,
+        tokens: int,
+        head_dim: int,
+        token_order: int,
+        longest: int,
+        longest2: int,
+        threads: int,
+    ) -> None: ...
+    @staticmethod
+    def pack(x: int, strides: Sequence[int], masks: int, view: SparseView, threads: int) -> None: ...
+    @staticmethod
+    def decompress(view: SparseView, out: int, threads: int) -> None: ...
+    @staticmethod
+    def store(
+        pool: Pool,
+        k: int,
+        k_strides: Sequence[int],
+        v: int,
+        v_strides: Sequence[int],
+        batch: int,
+        tokens: int,
+        sequences: int,
+        first_tiles: int,
+        new_order: int,
+        threads: int,
+    ) -> None: ...
+    @staticmethod
+    def load(pool: Pool, sequence: int, first_tile: int, tiles: int, keys: int, values: int, threads: int) -> None: ...
+    @staticmethod
+    def sparse_qk(
+        view: SparseView,
+        q: int,
+        q_strides: Sequence[int],
+        q_heads: int,
+        q_tokens: int,
+        scale: float,
+        out: int,
+        out_dtype: int,
+        threads: int,
+    ) -> None: ...
+    @staticmethod
+    def sparse_av(
+        view: SparseView,
+        p: int,
+        p_strides: Sequence[int],
+        p_dtype: int,
+        q_heads: int,
+        q_tokens: int,
+        out: int,
+        threads: int,
+    ) -> None: ...
+    @staticmethod
+    def attention(
+        problem: AttentionProblem, q: int, sequences: int, lengths: int, out: int, lse: int, threads: int
+    ) -> None: ...
+
+class Window:
+    def __init__(
+        self,
+        keys: int,
+        values: int,
+        key_strides: Sequence[int],
+        value_strides: Sequence[int],
+        tokens: int,
+        lengths: int,
+    ) -> None: ...
+
+class AttentionProblem:
+    def __init__(
+        self,
+        keys: SparseView,
+        values: SparseView,
+        window: Window | None,
+        q_shape: Sequence[int],
+        q_strides: Sequence[int],
+        scale: float,
+        causal: bool,
+        num_splits: int,
+    ) -> None: ...
+
+class cuda:
+    @staticmethod
+    def select(
+        x: int,
+        strides: Sequence[int],
+        batch: int,
+        kv_heads: int,
+        tokens: int,
+        head_dim: int,
+        dtype: int,
+        keep: int,
+        masks: int,
+        counts: int,
+        pruned: int,
+        stream: int,
+    ) -> None: ...
+    @staticmethod
+    def balance(
+        masks: int,
+        channel_order: int,
+        masks2: int,
+        channel_order2: int,
+        batch: int,
+        kv_heads: int,
+        tokens: int,
+        head_dim: int,
+        token_order: int,
+        longest: int,
+        longest2: int,
+        stream: int,
+    ) -> None: ...
+    @staticmethod
+    def deal(counts: int, heads: int, head_dim: int, channel_order: int, stream: int) -> None: ...
+    @staticmethod
+    def offsets(
+        longest: int, tiles: int, counts: int, heads: int, head_dim: int, row_offsets: int, totals: int, stream: int
+    ) -> None: ...
+    @staticmethod
+    def pack(
+        x: int, strides: Sequence[int], masks: int, keep: int, totals: int, capacity: int, view: SparseView, stream: int
+    ) -> None: ...
+    @staticmethod
+    def decompress(view: SparseView, out: int, stream: int) -> None: ...
+    class Windows:
+        def __init__(self, keys: int, values: int, lengths: int, arrivals: int, capacity: int, recent: int) -> None: ...
+
+    @staticmethod
+    def store_scratch_bytes(pool: Pool, batch: int, part: int) -> int: ...
+    @staticmethod
+    def store(
+        pool: Pool,
+        k: int,
+        k_strides: Sequence[int],
+        v: int,
+        v_strides: Sequence[int],
+        batch: int,
+        tokens: int,
+        sequences: int,
+        first_tiles: int,
+        new_order: int,
+        part: int,
+        scratch: int,
+        stream: int,
+    ) -> None: ...
+    @staticmethod
+    def append(
+        pool: Pool,
+        windows: cuda.Windows,
+        lengths: int,
+        k: int,
+        k_strides: Sequence[int],
+        v: int,
+        v_strides: Sequence[int],
+        batch: int,
+        tokens: int,
+        sequences: int,
+        stream: int,
+    ) -> None: ...
+    @staticmethod
+    def load(pool: Pool, sequence: int, first_tile: int, tiles: int, keys: int, values: int, stream: int) -> None: ...
+    @staticmethod
+    def sparse_qk(
+        view: SparseView,
+        q: int,
+        q_strides: Sequence[int],
+        q_heads: int,
+        q_tokens: int,
+        scale: float,
+        out: int,
+        out_dtype: int,
+        backend: str,
+        stages_ahead: int,
+        stream: int,
+    ) -> None: ...
+    @staticmethod
+    def sparse_av(
+        view: SparseView,
+        p: int,
+        p_strides: Sequence[int],
+        p_dtype: int,
+        q_heads: int,
+        q_tokens: int,
+        out: int,
+        new_empty: object,
+        backend: str,
+        stages_ahead: int,
+        stream: int,
+    ) -> None: ...
+    @staticmethod
+    def attention(
+        problem: AttentionProblem,
+        q: int,
+        sequences: int,
+        lengths: int,
+        out: int,
+        lse: int,
+        new_empty: object,
+        backend: str,
+        stages_ahead: int,
+        stream: int,
+    ) -> None: ...
+    class DecodingStep:
+        def __init__(
+            self,
+            pool: Pool,
+            windows: cuda.Windows,
+            problem: AttentionProblem,
+            lengths: int,
+            k_strides: Sequence[int],
+            v_strides: Sequence[int],
+            batch: int,
+            tokens: int,
+            backend: str,
+        ) -> None: ...
+        def run(self, k: int, v: int, q: int, out: int, new_empty: object, stream: int) -> None: ...

@@ -1,0 +1,1 @@
+"""What `sparse_attention` and the caches share: a packed problem, its launch, checks, the reference."""

@@ -1,0 +1,1 @@
+"""What `KVCache` is made of: pages and sequences, storage on the device, operations, the decoding step."""

@@ -1,0 +1,127 @@
+"""Checks of arguments that a KVCache takes: tensors of tokens and queries, row numbers, counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from cute_kernels._runtime import checks
+
+
+class Sizes(Protocol):
+    """What tensors of a cache have in common: a `config.CacheConfig`."""
+
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def device(self) -> torch.device: ...
+
+
+def at_least(value: Any, name: str, least: int) -> int:
+    number: int = checks.integer(value, name)
+    if not least <= number < 2**63:
+        raise ValueError(f"{name} must be at least {least}, got {number}")
+    return number
+
+
+def new_tokens(made_for: Sizes, k: Any, v: Any) -> None:
+    """K and V of new tokens, (B, Hkv, n, D) both."""
+    for x, name in ((k, "k"), (v, "v")):
+        _like_cache(x, name, made_for)
+        sizes = x.shape
+        if len(sizes) != 4 or sizes[1] != made_for.kv_heads or sizes[3] != made_for.head_dim:
+            raise ValueError(
+                f"{name} must have shape (B, Hkv, n, D) with Hkv = {made_for.kv_heads} and D = {made_for.head_dim}, "
+                f"got {tuple(x.shape)}"
+            )
+        checks.unit_stride(x, name)
+    if v.shape != k.shape:
+        raise ValueError(f"v must have the shape of k, {tuple(k.shape)}, got {tuple(v.shape)}")
+
+
+def appended_tokens(made_for: Sizes, k: Any, v: Any) -> None:
+    """`new_tokens`, at least one."""
+    new_tokens(made_for, k, v)
+    if k.shape[2] < 1:
+        raise ValueError(f"k must have at least 1 token to append, got shape {tuple(k.shape)}")
+
+
+def step(made_for: Sizes, k: Any, v: Any, q: Any) -> None:
+    """k, v and q of new tokens that attend, too: alike in B and n."""
+    appended_tokens(made_for, k, v)
+    queries(made_for, q)
+    if q.shape[0] != k.shape[0] or q.shape[2] != k.shape[2]:
+        raise ValueError(
+            f"q must have shape (B, Hq, n, D) with B = {k.shape[0]} and n = {k.shape[2]} as in k, got {tuple(q.shape)}"
+        )
+
+
+def queries(made_for: Sizes, q: Any) -> None:
+    """(B, Hq, Sq, D)."""
+    _like_cache(q, "q", made_for)
+    sizes = q.shape
+    if len(sizes) != 4 or sizes[3] != made_for.head_dim:
+        raise ValueError(f"q must have shape (B, Hq, Sq, D) with D = {made_for.head_dim}, got {tuple(sizes)}")
+    if sizes[1] % made_for.kv_heads:
+        raise ValueError(
+            f"q must have a number of heads Hq that is a multiple of kv_heads = {made_for.kv_heads}, got {sizes[1]}"
+        )
+    checks.unit_stride(q, "q")
+
+
+def _like_cache(x: Any, name: str, made_for: Sizes) -> None:
+    # The conditions are inline, and the calls only raise: a model's step comes here three times a layer.
+    if not isinstance(x, Tensor) or x.layout is not torch.strided:
+        checks.tensor(x, name)
+    if x.dtype is not made_for.dtype:
+        checks.dtype(x, name, (made_for.dtype,), " like the cache")
+    if x.device != made_for.device:
+        checks.device(x.device, name, made_for.device, "the cache")
+
+
+def integers(value: Any, name: str, count: int | None) -> list[int]:
+    """A list of integers from such a list, or a 1-D tensor of integers; with `count` so many, or one for all."""
+    if isinstance(value, Tensor):
+        if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
+            raise TypeError(f"{name} must hold integers, got a tensor of {checks.dtype_name(value.dtype)}")
+        if value.dim() > 1 or (value.dim() == 0 and count is None):
+            raise ValueError(f"{name} must have 1 dimension, got shape {tuple(value.shape)}")
+        value = value.tolist()
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        numbers = [checks.integer(item, f"every element of {name}") for item in value]
+    elif count is None:
+        raise TypeError(f"{name} must be a sequence of integers or a tensor of them, got {type(value).__name__}")
+    else:
+        return [checks.integer(value, name)] * count
+    if count is not None and len(numbers) != count:
+        raise ValueError(f"{name} must have one integer for each of {count} sequences, got {len(numbers)}")
+    return numbers
+
+
+def rows(value: Any, name: str, end: int, end_name: str) -> list[int]:
+    """Row numbers below `end`."""
+    numbers = integers(value, name, None)
+    for number in numbers:
+        if not 0 <= number < end:
+            raise ValueError(f"{name} must be from 0 to {end_name} - 1 = {end - 1}, got {number}")
+    return numbers
+
+
+def counts(value: Any, name: str, count: int, most: int) -> list[int]:
+    """How many of `most` tokens count, for each of `count` rows; None: all."""
+    if value is None:
+        return [most] * count
+    if not isinstance(value, (Tensor, Sequence)) or (isinstance(value, Tensor) and value.dim() != 1):
+        raise TypeError(f"{name} must be a sequence of integers or a 1-D tensor of them, got {type(value).__name__}")
+    numbers = integers(value, name, count)
+    for number in numbers:
+        if not 0 <= number <= most:
+            raise ValueError(f"{name} must be from 0 to T = {most}, got {number}")
+    return numbers

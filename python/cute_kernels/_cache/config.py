@@ -1,0 +1,180 @@
+"""The checked arguments of a KVCache, and the sizes that follow from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from cute_kernels._cache import page_pool, tile_rules
+from cute_kernels._cache.checks import at_least
+from cute_kernels._cache.sequences import TILE, SequenceTable
+from cute_kernels._cache.slot_rows import SlotRows
+from cute_kernels._cache.tile_rules import TileRule
+from cute_kernels._runtime import checks
+from cute_kernels._runtime.extension import _C, own_codec
+from cute_kernels._runtime.launching import compression_kernels
+from cute_kernels._storage.checks import chosen_codec
+
+_MAX_ROWS = 2**31 - 1  # of all slots, as kernels count them
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """Arguments of a KVCache, checked, and the sizes that follow from them."""
+
+    max_batch: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    capacity: int
+    keys: TileRule
+    values: TileRule
+    window: int
+    page_tokens: int
+    max_append: int
+    device: torch.device
+    slot_rows: SlotRows
+    page_bytes: int
+    pages: int
+    pages_per_sequence: int
+    pool_argument: str  # which argument decided on the number of pages
+
+    @property
+    def prunes_in_kernels(self) -> bool:
+        return self.keys.in_kernels and self.values.in_kernels
+
+    def table(self) -> SequenceTable:
+        return SequenceTable(
+            self.max_batch,
+            pages=self.pages,
+            page_tokens=self.page_tokens,
+            recent=self.window,
+            capacity=self.capacity,
+            pool_argument=self.pool_argument,
+        )
+
+
+def config(
+    *,
+    max_batch: Any,
+    kv_heads: Any,
+    head_dim: Any,
+    dtype: Any,
+    capacity: Any,
+    pool_tokens: Any,
+    pool_bytes: Any,
+    sparsity: Any,
+    keep: Any,
+    key_keep: Any,
+    value_keep: Any,
+    key_rule: Any,
+    value_rule: Any,
+    codec: Any,
+    key_codec: Any,
+    value_codec: Any,
+    window: Any,
+    page_tokens: Any,
+    max_append: Any,
+    device: Any,
+) -> CacheConfig:
+    """Checks the arguments of KVCache."""
+    batch, heads = at_least(max_batch, "max_batch", 1), at_least(kv_heads, "kv_heads", 1)
+    channels = checks.integer(head_dim, "head_dim")
+    padded = _C.format.padded_head_dim(channels) if abs(channels) < 2**31 else 0
+    if not padded:
+        raise ValueError(f"head_dim must be a multiple of 8, from 8 to {max(_C.format.HEAD_DIMS)}, got {channels}")
+    if dtype not in checks.CACHE_DTYPES:
+        raise TypeError(f"dtype must be float16 or bfloat16, got {checks.dtype_name(dtype)}")
+    for name, value in (("codec", codec), ("key_codec", key_codec), ("value_codec", value_codec)):
+        stored_codec(value, name, dtype)
+    most = at_least(capacity, "capacity", 1)
+    both = checks.kept_elements(channels, sparsity, keep)
+    kept_k = both if key_keep is None else checks.kept_elements(channels, None, key_keep, "key_keep")
+    kept_v = both if value_keep is None else checks.kept_elements(channels, None, value_keep, "value_keep")
+    rules = tile_rules.resolve_pair(key_rule, value_rule)
+    keys, values = TileRule(rules[0], "key", kept_k), TileRule(rules[1], "value", kept_v)
+    recent = at_least(window, "window", 0)
+    page = at_least(page_tokens, "page_tokens", TILE)
+    if page % TILE:
+        raise ValueError(f"page_tokens must be a multiple of {TILE}, got {page}")
+    at_once = at_least(max_append, "max_append", 1)
+    if at_once > page_pool.MAX_APPEND:
+        raise ValueError(f"max_append must be at most {page_pool.MAX_APPEND}, got {at_once}")
+    pages_per_sequence = _pages_per_sequence(most, recent, page)
+    slot_rows = SlotRows.holding(padded, keys.mean_kept(channels), values.mean_kept(channels))
+    page_bytes = heads * (page // TILE) * _tile_bytes(slot_rows.both)
+    if pool_tokens is not None and pool_bytes is not None:
+        raise ValueError(
+            f"pool_tokens and pool_bytes say the same thing: pass one of them, got pool_tokens={pool_tokens!r} and "
+            f"pool_bytes={pool_bytes!r}"
+        )
+    if pool_bytes is not None:
+        argument, pages = "pool_bytes", at_least(pool_bytes, "pool_bytes", page_bytes) // page_bytes
+    elif pool_tokens is not None:
+        argument, pages = "pool_tokens", -(-at_least(pool_tokens, "pool_tokens", 1) // page)
+    else:
+        argument, pages = "max_batch or capacity", batch * pages_per_sequence
+    _check_tiles(max(pages, batch * pages_per_sequence) * heads * (page // TILE), slot_rows, argument)
+    target = checks.kernel_device(device)
+    if target.type == "cuda" and target.index is None:
+        target = torch.device("cuda", torch.cuda.current_device())
+    compression_kernels(target)  # raises where the device has none
+    return CacheConfig(
+        max_batch=batch,
+        kv_heads=heads,
+        head_dim=channels,
+        dtype=dtype,
+        capacity=most,
+        keys=keys,
+        values=values,
+        window=recent,
+        page_tokens=page,
+        max_append=at_once,
+        device=target,
+        slot_rows=slot_rows,
+        page_bytes=page_bytes,
+        pages=pages,
+        pages_per_sequence=pages_per_sequence,
+        pool_argument=argument,
+    )
+
+
+def stored_codec(codec: Any, name: str, dtype: torch.dtype) -> None:
+    """Raises TypeError or ValueError unless a cache that grows can store `dtype` in this codec (None: as it is)."""
+    if chosen_codec(codec, name, dtype) != own_codec(dtype):
+        raise ValueError(
+            f"{name} {codec!r} is for caches that compress makes: a cache that grows stores "
+            f"{checks.dtype_name(dtype)} in codec {own_codec(dtype)!r}"
+        )
+
+
+def grown(made_for: CacheConfig, capacity: Any, max_batch: Any) -> CacheConfig:
+    """The same with more capacity or more sequences, and at least the pages for them."""
+    most = made_for.capacity if capacity is None else at_least(capacity, "capacity", made_for.capacity)
+    batch = made_for.max_batch if max_batch is None else at_least(max_batch, "max_batch", made_for.max_batch)
+    pages_per_sequence = _pages_per_sequence(most, made_for.window, made_for.page_tokens)
+    pages = max(made_for.pages, batch * pages_per_sequence)
+    tiles = pages * made_for.kv_heads * (made_for.page_tokens // TILE)
+    _check_tiles(tiles, made_for.slot_rows, made_for.pool_argument)
+    return replace(made_for, capacity=most, max_batch=batch, pages_per_sequence=pages_per_sequence, pages=pages)
+
+
+def _pages_per_sequence(capacity: int, window: int, page_tokens: int) -> int:
+    # A sequence's compressed tokens stop where the window alone holds the rest of its capacity.
+    return max(1, -(-(max(0, capacity - window) // TILE * TILE) // page_tokens))
+
+
+def _check_tiles(tiles: int, slot_rows: SlotRows, argument: str) -> None:
+    most = _MAX_ROWS // slot_rows.both
+    if tiles > most:
+        raise ValueError(
+            f"max_batch, kv_heads, capacity and {argument} together must not ask for more than {most} tiles"
+        )
+
+
+def _tile_bytes(rows: int) -> int:
+    """Bytes of one head's tile of K and V: `rows` rows of blocks, two numbers of rows, and the token order."""
+    row_bytes: int = _C.format.ROW_BYTES
+    return rows * row_bytes + 2 * torch.int32.itemsize + TILE

@@ -1,0 +1,128 @@
+"""KVCache.append and attend in torch.ops.cute_kernels, so that a step of decoding compiles whole.
+
+A cache consists of tensors and of the host's record of its sequences, which no compiler can follow. So an operation
+names its cache by a number, and runs the same code as the eager method, checks included. `content`, a tensor without
+meaning, stands for all that the cache holds: append is declared to write to it and attend to read it, which keeps their
+order.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Protocol
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from cute_kernels._cache import checks
+from cute_kernels._runtime import ops
+
+Sequences = Sequence[int] | Tensor | None  # rows of a cache that a call names
+
+
+class Target(Protocol):
+    """What operations are called for: a `core.CacheCore`."""
+
+    number: int  # from `register`
+
+    @property
+    def content(self) -> Tensor: ...
+
+    @property
+    def config(self) -> checks.Sizes: ...
+
+    def append(self, k: Tensor, v: Tensor, sequences: Sequences) -> None: ...
+
+    def attend(
+        self,
+        q: Tensor,
+        scale: float,
+        causal: bool,
+        return_lse: bool,
+        out: Tensor | None,
+        sequences: Sequences,
+        backend: str,
+        lse: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]: ...
+
+
+_targets: WeakValueDictionary[int, Target] = WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def register(target: Target) -> int:
+    """The number by which operations name a cache, as long as it lives."""
+    number = next(_numbers)
+    _targets[number] = target
+    return number
+
+
+def _target(number: int) -> Target:
+    target = _targets.get(number)
+    if target is None:
+        raise RuntimeError("the KVCache that a compiled function was made for is no longer there")
+    return target
+
+
+def append(target: Target, k: Tensor, v: Tensor, sequences: Sequences) -> None:
+    _APPEND(target.content, target.number, k, v, *_named(sequences))
+
+
+def attend(
+    target: Target,
+    q: Tensor,
+    scale: float,
+    causal: bool,
+    return_lse: bool,
+    out: Tensor | None,
+    sequences: Sequences,
+    backend: str,
+) -> tuple[Tensor, Tensor | None]:
+    if out is None:
+        out = q.new_empty(q.shape)
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32) if return_lse else None
+    _ATTEND(target.content, target.number, q, *_named(sequences), scale, causal, backend, out, lse)
+    return out, lse
+
+
+def _named(sequences: Sequences) -> tuple[Sequence[int] | None, Tensor | None]:
+    return (None, sequences) if isinstance(sequences, Tensor) else (sequences, None)
+
+
+def _append(
+    content: Tensor, number: int, k: Tensor, v: Tensor, rows: Sequence[int] | None, row_tensor: Tensor | None
+) -> None:
+    target = _target(number)
+    checks.new_tokens(target.config, k, v)  # again: a compiler may have changed their strides
+    target.append(k, v, rows if row_tensor is None else row_tensor)
+
+
+def _attend(
+    content: Tensor,
+    number: int,
+    q: Tensor,
+    rows: Sequence[int] | None,
+    row_tensor: Tensor | None,
+    scale: float,
+    causal: bool,
+    backend: str,
+    out: Tensor,
+    lse: Tensor | None,
+) -> None:
+    target = _target(number)
+    checks.queries(target.config, q)
+    target.attend(q, scale, causal, lse is not None, out, rows if row_tensor is None else row_tensor, backend, lse)
+
+
+_NAMED = "SymInt[]? rows, Tensor? row_tensor"
+_APPEND = ops.define(
+    f"kv_cache_append(Tensor(a!) content, SymInt number, Tensor k, Tensor v, {_NAMED}) -> ()", _append, ops.no_results
+)
+_ATTEND = ops.define(
+    f"kv_cache_attend(Tensor content, SymInt number, Tensor q, {_NAMED}, float scale, bool causal, str backend, "
+    "Tensor(a!) out, Tensor(b!)? lse) -> ()",
+    _attend,
+    ops.no_results,
+)

@@ -1,0 +1,408 @@
+"""A pool of pages: sequences' compressed tiles, and the dense windows of their newest tokens.
+
+A page holds `tiles_per_page` tiles of 64 consecutive tokens of one sequence, for all KV heads, keys and values. A tile
+lies in a slot: slot = (page * Hkv + head) * tiles_per_page + tile in page, its keys' block first and its values' right
+behind. `SlotRows` limits the rows of each and of both. A tile that exceeds them is trimmed: every stream that is too
+long loses its values of least magnitude, of equal ones the later; `Pool.dropped` counts them. A sequence's channel
+orders are chosen when its first tile is stored and stay, so that its tiles can be packed one by one. CPU and GPU write
+the same bits. Pools store values in the own codec of their dtype.
+
+S sequences, Hkv KV heads, D head dim, Dp that of tiles (64, 128 or 256). Nothing here waits for a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_kernels._attention.problem import pack_window
+from cute_kernels._cache.slot_rows import SlotRows
+from cute_kernels._runtime import checks
+from cute_kernels._runtime.extension import _C, CODEC_CODES, DTYPE_CODES, ROLE_CODES, own_codec
+from cute_kernels._runtime.launching import compression_kernels, launch
+
+TILE_TOKENS: int = _C.format.TILE_TOKENS
+MAX_APPEND = TILE_TOKENS  # tokens that one call of `append` takes
+
+_NEW_ORDER = {False: 0, True: 1, None: 2}
+_SCRATCH_FRACTION = 0.05  # scratch of `store`, of the bytes of k, v and their tiles; at least one tile's
+
+
+class _Tensors:
+    """A dataclass with tensors among its fields."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The fields alone: a copy makes views of its own tensors."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        values = (getattr(self, field.name) for field in fields(self))  # type: ignore[arg-type]
+        return sum(value.nbytes for value in values if isinstance(value, Tensor))
+
+
+@dataclass(frozen=True, eq=False)
+class Pool(_Tensors):
+    """Compressed tiles of up to S sequences; all tensors contiguous, on one device."""
+
+    blocks: Tensor  # int32 (slots, slot_rows.both, 32): key_rows of a slot's keys, then value_rows of its values
+    key_rows: Tensor  # int32 (slots,): rows of each slot's blocks
+    value_rows: Tensor
+    token_order: Tensor  # uint8 (slots, 64): token position -> token of the tile, for keys and values
+    key_channels: Tensor  # uint8 (S, Hkv, Dp): channel position -> channel
+    value_channels: Tensor
+    page_table: Tensor  # int32 (S, pages of a sequence): page, -1 where there is none
+    dropped: Tensor  # int64 (2, 2): of keys and values, tiles that were trimmed and nonzeros that they lost
+    error: Tensor  # int32 (1,): 1 once a tile had no page or a window was full
+    dtype: torch.dtype
+    head_dim: int
+    tiles_per_page: int
+    key_keep: int  # elements that a token keeps, 0: every nonzero
+    value_keep: int
+    slot_rows: SlotRows
+
+    @classmethod
+    def allocate(
+        cls,
+        *,
+        pages: int,
+        sequences: int,
+        pages_per_sequence: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        tiles_per_page: int = 1,
+        key_keep: int = 0,
+        value_keep: int = 0,
+        slot_rows: SlotRows | None = None,
+    ) -> Pool:
+        """A pool without pages in its table; its slots hold empty tiles.
+
+        slot_rows: default: those that hold tiles of key_keep and value_keep.
+        """
+        padded = _C.format.padded_head_dim(head_dim)
+        slots = pages * kv_heads * tiles_per_page
+        bitmap_rows = _C.format.bitmap_rows(padded)
+        slot_rows = SlotRows.holding(padded, key_keep, value_keep) if slot_rows is None else slot_rows
+        slot_rows.check(padded)
+
+        def in_order(count: int, *sizes: int) -> Tensor:
+            return torch.arange(count, device=device).to(torch.uint8).expand(*sizes, count).contiguous()
+
+        return cls(
+            blocks=torch.zeros(slots, slot_rows.both, _C.format.LANES, dtype=torch.int32, device=device),
+            key_rows=torch.full((slots,), bitmap_rows, dtype=torch.int32, device=device),
+            value_rows=torch.full((slots,), bitmap_rows, dtype=torch.int32, device=device),
+            token_order=in_order(TILE_TOKENS, slots),
+            key_channels=in_order(padded, sequences, kv_heads),
+            value_channels=in_order(padded, sequences, kv_heads),
+            page_table=torch.full((sequences, pages_per_sequence), -1, dtype=torch.int32, device=device),
+            dropped=torch.zeros(2, 2, dtype=torch.int64, device=device),
+            error=torch.zeros(1, dtype=torch.int32, device=device),
+            dtype=dtype,
+            head_dim=head_dim,
+            tiles_per_page=tiles_per_page,
+            key_keep=key_keep,
+            value_keep=value_keep,
+            slot_rows=slot_rows,
+        )
+
+    @cached_property
+    def device(self) -> torch.device:
+        return self.page_table.device
+
+    @cached_property
+    def sequences(self) -> int:
+        return self.page_table.shape[0]
+
+    @cached_property
+    def kv_heads(self) -> int:
+        return self.key_channels.shape[1]
+
+    @property
+    def pages(self) -> int:
+        return self.key_rows.shape[0] // (self.kv_heads * self.tiles_per_page)
+
+    @property
+    def tokens_per_sequence(self) -> int:
+        """Compressed tokens that a row of the page table reaches."""
+        return self.page_table.shape[1] * self.tiles_per_page * TILE_TOKENS
+
+    @cached_property
+    def key_view(self) -> _C.SparseView:
+        """The keys as kernels take them. Valid as long as this object lives."""
+        return self._view("key", self.key_rows, self.key_channels, self.slot_rows.keys, rows_before=0)
+
+    @cached_property
+    def value_view(self) -> _C.SparseView:
+        before = self.key_rows.data_ptr()
+        return self._view("value", self.value_rows, self.value_channels, self.slot_rows.values, rows_before=before)
+
+    @cached_property
+    def kernel_pool(self) -> _C.Pool:
+        return _C.Pool(
+            self.key_view,
+            self.value_view,
+            self.key_keep,
+            self.value_keep,
+            self.dropped.data_ptr(),
+            self.error.data_ptr(),
+        )
+
+    def _view(self, role: str, rows: Tensor, channels: Tensor, most_rows: int, rows_before: int) -> _C.SparseView:
+        return _C.SparseView.paged(
+            self.blocks.data_ptr(),
+            rows.data_ptr(),
+            self.token_order.data_ptr(),
+            channels.data_ptr(),
+            ROLE_CODES[role],
+            DTYPE_CODES[self.dtype],
+            CODEC_CODES[own_codec(self.dtype)],
+            self.sequences,
+            self.kv_heads,
+            self.head_dim,
+            most_rows,
+            self.page_table.data_ptr(),
+            self.page_table.shape[1],
+            self.tiles_per_page,
+            self.slot_rows.both,
+            rows_before,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Windows(_Tensors):
+    """The newest tokens of every sequence of a pool, dense. At least `recent` of them stay dense."""
+
+    keys: Tensor  # (S, Hkv, capacity, D), contiguous, in the pool's dtype
+    values: Tensor
+    lengths: Tensor  # int32 (S,): tokens of each window
+    arrivals: Tensor  # int32 (S,): zeros; scratch of `append`
+    recent: int
+
+    @classmethod
+    def allocate(cls, pool: Pool, recent: int, max_append: int = MAX_APPEND) -> Windows:
+        """Empty windows that hold `recent` tokens, all but one of a tile, and the `max_append` new ones of one call of
+        `append`."""
+        if recent < 0:
+            raise ValueError(f"recent must be at least 0, got {recent}")
+        shape = (pool.sequences, pool.kv_heads, recent + TILE_TOKENS - 1 + max_append, pool.head_dim)
+        return cls(
+            keys=torch.zeros(shape, dtype=pool.dtype, device=pool.device),
+            values=torch.zeros(shape, dtype=pool.dtype, device=pool.device),
+            lengths=torch.zeros(pool.sequences, dtype=torch.int32, device=pool.device),
+            arrivals=torch.zeros(pool.sequences, dtype=torch.int32, device=pool.device),
+            recent=recent,
+        )
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that a window can hold."""
+        return self.keys.shape[2]
+
+    @cached_property
+    def kernel_windows(self) -> _C.cuda.Windows:
+        return _C.cuda.Windows(
+            self.keys.data_ptr(),
+            self.values.data_ptr(),
+            self.lengths.data_ptr(),
+            self.arrivals.data_ptr(),
+            self.capacity,
+            self.recent,
+        )
+
+    @cached_property
+    def attention_window(self) -> _C.Window:
+        return pack_window(self.keys, self.values, self.lengths)
+
+
+def store(
+    pool: Pool, k: Tensor, v: Tensor, sequences: Tensor, first_tiles: Tensor, new_order: bool | None = None
+) -> None:
+    """Prunes, compresses and stores whole tiles of k and v: row i becomes the tiles of sequence sequences[i] from
+    first_tiles[i] on.
+
+    k, v: (n, Hkv, 64 c, D) in the pool's dtype, any strides but 1 in the last dimension.
+    sequences, first_tiles: int32 (n,), no sequence twice; a row of a negative sequence is left out.
+    new_order: whether the sequences' channel orders are chosen anew from these tokens; None: of those rows whose first
+        tile is 0.
+
+    Tiles without a page are left out, and `pool.error` is set. Callers set the sequences' lengths.
+
+    Raises TypeError or ValueError for a wrong class, dtype, shape, stride or device.
+    """
+    rows = _check_rows(pool, k, v, sequences)
+    _check_index(first_tiles, "first_tiles", rows, pool.device)
+    tokens = k.shape[2]
+    if tokens % TILE_TOKENS:
+        raise ValueError(f"k and v must have whole tiles of {TILE_TOKENS} tokens, got shape {tuple(k.shape)}")
+    if not k.numel():
+        return
+    kernels = compression_kernels(pool.device)
+    k, v = checks.plain(k), checks.plain(v)
+    arguments = (
+        *(pool.kernel_pool, k.data_ptr(), k.stride()[:3], v.data_ptr(), v.stride()[:3], rows, tokens),
+        *(sequences.data_ptr(), first_tiles.data_ptr(), _NEW_ORDER[new_order]),
+    )
+    with kernels.launch() as stream:
+        if pool.device.type == "cpu":
+            kernels.module.store(*arguments, stream)
+            return
+        part = _tiles_at_a_time(pool, k)
+        size = kernels.module.store_scratch_bytes(pool.kernel_pool, rows, part)
+        scratch = torch.empty(size, dtype=torch.uint8, device=pool.device)
+        kernels.module.store(*arguments, part, scratch.data_ptr(), stream)
+
+
+def append(
+    pool: Pool, windows: Windows, lengths: Tensor, k: Tensor, v: Tensor, sequences: Tensor | None = None
+) -> None:
+    """Puts m <= 64 new tokens of each row into its sequence's window.
+
+    Where the window then holds `recent` + 64 tokens or more, its oldest 64 become tile lengths[s] / 64: pruned,
+    compressed and stored; the rest moves down.
+
+    lengths: int32 (S,), compressed tokens of every sequence, multiples of 64; grows with every tile.
+    k, v: (n, Hkv, m, D) in the pool's dtype, any strides but 1 in the last dimension.
+    sequences: int32 (n,), row i belongs to sequence sequences[i], none twice; a row of a negative one is left out.
+        None: row i belongs to sequence i.
+
+    Where the window is full, or the tile has no page, nothing of that sequence changes and `pool.error` is set; the
+    same for a sequence that the pool does not have. One kernel on a GPU, which a CUDA graph can capture.
+
+    Raises TypeError or ValueError for a wrong class, dtype, shape, stride or device.
+    """
+    _check_rows(pool, k, v, sequences)
+    if k.shape[2] > MAX_APPEND:
+        raise ValueError(f"k and v must have at most {MAX_APPEND} tokens a call, got shape {tuple(k.shape)}")
+    _check_index(lengths, "lengths", pool.sequences, pool.device)
+    append_unchecked(pool, windows, lengths, checks.plain(k), checks.plain(v), sequences)
+
+
+def append_unchecked(
+    pool: Pool, windows: Windows, lengths: Tensor, k: Tensor, v: Tensor, sequences: Tensor | None = None
+) -> None:
+    """`append` without its checks, for k and v without pending negations."""
+    rows, _, tokens, _ = k.shape
+    if not rows or not tokens:
+        return
+    if pool.device.type == "cpu":
+        append_on_cpu(pool, windows, lengths, k, v, sequences)
+        return
+    launch(
+        compression_kernels(pool.device).module.append,
+        pool.device,
+        pool.kernel_pool,
+        windows.kernel_windows,
+        lengths.data_ptr(),
+        k.data_ptr(),
+        k.stride()[:3],
+        v.data_ptr(),
+        v.stride()[:3],
+        rows,
+        tokens,
+        0 if sequences is None else sequences.data_ptr(),
+    )
+
+
+def load(pool: Pool, sequence: int, first_tile: int, tiles: int) -> tuple[Tensor, Tensor]:
+    """Tiles of one sequence, decompressed: (k, v), each (Hkv, 64 * tiles, D).
+
+    Zeros for tiles without a page, and `pool.error` is set. Raises ValueError outside of the page table.
+    """
+    last = pool.tokens_per_sequence // TILE_TOKENS
+    if not 0 <= sequence < pool.sequences:
+        raise ValueError(f"sequence must be from 0 to {pool.sequences - 1}, got {sequence}")
+    if first_tile < 0 or tiles < 0 or first_tile + tiles > last:
+        raise ValueError(f"tiles must be within the {last} of a sequence, got {tiles} from {first_tile} on")
+    shape = (pool.kv_heads, tiles * TILE_TOKENS, pool.head_dim)
+    k, v = (torch.empty(shape, dtype=pool.dtype, device=pool.device) for _ in range(2))
+    if k.numel():
+        kernels = compression_kernels(pool.device)
+        with kernels.launch() as stream:
+            kernels.module.load(pool.kernel_pool, sequence, first_tile, tiles, k.data_ptr(), v.data_ptr(), stream)
+    return k, v
+
+
+@torch.no_grad()
+def append_on_cpu(
+    pool: Pool, windows: Windows, lengths: Tensor, k: Tensor, v: Tensor, sequences: Tensor | None
+) -> None:
+    indices = range(k.shape[0]) if sequences is None else sequences.tolist()
+    for row, sequence in enumerate(indices):
+        if sequence >= pool.sequences:
+            pool.error.fill_(1)
+        elif sequence >= 0:
+            _append_to_one(pool, windows, lengths, k[row], v[row], sequence)
+
+
+def _append_to_one(pool: Pool, windows: Windows, lengths: Tensor, k: Tensor, v: Tensor, sequence: int) -> None:
+    """One sequence on the CPU; k, v (Hkv, m, D)."""
+    held = int(windows.lengths[sequence])
+    total, tile = held + k.shape[1], int(lengths[sequence]) // TILE_TOKENS
+    stores = total >= windows.recent + TILE_TOKENS
+    if total > windows.capacity or (stores and not _has_page(pool, sequence, tile)):
+        pool.error.fill_(1)
+        return
+    for window, new in ((windows.keys[sequence], k), (windows.values[sequence], v)):
+        window[:, held:total] = new
+    windows.lengths[sequence] = total
+    if not stores:
+        return
+    oldest = slice(sequence, sequence + 1), slice(None), slice(0, TILE_TOKENS)
+    indices = torch.tensor([[sequence], [tile]], dtype=torch.int32)
+    store(pool, windows.keys[oldest], windows.values[oldest], indices[0], indices[1])
+    for window in (windows.keys[sequence], windows.values[sequence]):
+        window[:, : total - TILE_TOKENS] = window[:, TILE_TOKENS:total].clone()
+    windows.lengths[sequence] = total - TILE_TOKENS
+    lengths[sequence] += TILE_TOKENS
+
+
+def _has_page(pool: Pool, sequence: int, tile: int) -> bool:
+    page = tile // pool.tiles_per_page
+    return page < pool.page_table.shape[1] and int(pool.page_table[sequence, page]) >= 0
+
+
+def _tiles_at_a_time(pool: Pool, k: Tensor) -> int:
+    """Tiles of every head that `store` works on together: as many as its scratch holds."""
+    tiles = k.shape[2] // TILE_TOKENS
+    dense = 2 * TILE_TOKENS * pool.head_dim * k.element_size()  # bytes of a head's tile of k and v
+    stored = pool.slot_rows.both * _C.format.ROW_BYTES
+    padded = pool.key_channels.shape[2]
+    counts, masks = 2 * padded * 4, 2 * TILE_TOKENS * padded // 8 + 2 * 4  # of a head; of its tile
+    most = int((_SCRATCH_FRACTION * tiles * (dense + stored) - counts) / masks)
+    return min(tiles, max(1, most))
+
+
+def _check_rows(pool: Pool, k: Any, v: Any, sequences: Any) -> int:
+    """The number of rows of k and v."""
+    for x, name in ((k, "k"), (v, "v")):
+        checks.tensor(x, name)
+        checks.dtype(x, name, (pool.dtype,), " like the pool")
+        checks.device(x.device, name, pool.device, "the pool")
+        checks.unit_stride(x, name)
+    shape = k.shape
+    if len(shape) != 4 or shape[1] != pool.kv_heads or shape[3] != pool.head_dim:
+        raise ValueError(f"k must have shape (n, {pool.kv_heads}, tokens, {pool.head_dim}), got {tuple(shape)}")
+    if v.shape != shape:
+        raise ValueError(f"v must have the shape of k, {tuple(shape)}, got {tuple(v.shape)}")
+    rows: int = k.shape[0]
+    if sequences is not None:
+        _check_index(sequences, "sequences", rows, pool.device)
+    elif rows > pool.sequences:
+        raise ValueError(f"k must have at most a row for each of {pool.sequences} sequences, got {rows}")
+    return rows
+
+
+def _check_index(value: Any, name: str, size: int, device: torch.device) -> None:
+    checks.tensor(value, name)
+    checks.dtype(value, name, (torch.int32,))
+    checks.device(value.device, name, device, "the pool")
+    if value.shape != (size,) or not value.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, of shape ({size},), got {tuple(value.shape)}")

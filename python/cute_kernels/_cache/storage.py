@@ -1,0 +1,254 @@
+"""The tensors of a KVCache, all on one device, and what moves between them.
+
+Everything is queued on the current stream in the order of the calls; only `read` waits for the device. Numbers from the
+host go through pinned memory of torch's allocator, which does not reuse it before the copy is done.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from cute_kernels._attention.problem import pack_problem
+from cute_kernels._cache import page_pool
+from cute_kernels._cache.config import CacheConfig
+from cute_kernels._cache.sequences import TILE, Changes, Row
+from cute_kernels._runtime.extension import _C
+
+_REMEMBERED = 64  # groups of sequences whose numbers stay on the device
+
+
+@dataclass(frozen=True)
+class Run:
+    """Neighbouring rows in one state that take as many new tokens each."""
+
+    first: int  # in the call's tensors
+    count: int
+    row: int  # in the cache
+    compressed: int
+    window: int
+    tokens: int  # new ones
+
+
+def runs(rows: Sequence[int], states: Sequence[Row], tokens: Sequence[int]) -> Iterator[Run]:
+    """Rows of a call, cut into as few runs as their order allows; those without new tokens are left out."""
+    begin = 0
+    for i in range(1, len(rows) + 1):
+        same = i < len(rows) and rows[i] == rows[begin] + i - begin and tokens[i] == tokens[begin]
+        if same:
+            old, new = states[rows[begin]], states[rows[i]]
+            same = (old.compressed, old.window) == (new.compressed, new.window)
+        if not same:
+            state = states[rows[begin]]
+            if tokens[begin]:
+                yield Run(begin, i - begin, rows[begin], state.compressed, state.window, tokens[begin])
+            begin = i
+
+
+def _copy_into(larger: Tensor, smaller: Tensor) -> None:
+    larger[tuple(slice(size) for size in smaller.shape)].copy_(smaller)
+
+
+class CacheStorage:
+    """pool, windows: see page_pool. lengths: (sequences,) int32, compressed tokens of every sequence."""
+
+    def __init__(self, made_for: CacheConfig) -> None:
+        sequences, device = made_for.max_batch, made_for.device
+        self.device = device
+        self.pool = page_pool.Pool.allocate(
+            pages=made_for.pages,
+            tiles_per_page=made_for.page_tokens // TILE,
+            sequences=sequences,
+            pages_per_sequence=made_for.pages_per_sequence,
+            kv_heads=made_for.kv_heads,
+            head_dim=made_for.head_dim,
+            dtype=made_for.dtype,
+            key_keep=made_for.keys.kernel_keep,
+            value_keep=made_for.values.kernel_keep,
+            slot_rows=made_for.slot_rows,
+            device=device,
+        )
+        self._rules = made_for.keys, made_for.values
+        self.windows = page_pool.Windows.allocate(self.pool, made_for.window, made_for.max_append)
+        self.lengths = torch.zeros(sequences, dtype=torch.int32, device=device)
+        self._numbers = torch.arange(sequences, dtype=torch.int32, device=device)
+        self.content = torch.zeros(1, dtype=torch.int32, device=device)  # see ops
+        self._remembered: OrderedDict[tuple[int, ...], Tensor] = OrderedDict()
+        self._kept: list[Tensor] = []  # tensors that captured graphs point to
+        self._problem: tuple[object, _C.AttentionProblem | None] = None, None  # arguments of the last one, and it
+
+    def grow(self, made_for: CacheConfig) -> None:
+        """More rows, more pages after the present ones, longer rows of the page table."""
+        old, new = self, CacheStorage(made_for)
+        for name in ("pool", "windows"):
+            for field in fields(getattr(new, name)):
+                to, of = (getattr(getattr(storage, name), field.name) for storage in (new, old))
+                if isinstance(to, Tensor):
+                    _copy_into(to, of)
+        _copy_into(new.lengths, old.lengths)
+        self.pool, self.windows, self.lengths, self._numbers = new.pool, new.windows, new.lengths, new._numbers
+        self._problem = None, None
+
+    @property
+    def nbytes(self) -> int:
+        others = self.lengths, self._numbers, self.content
+        return self.pool.nbytes + self.windows.nbytes + sum(tensor.nbytes for tensor in others)
+
+    def problem(self, q: Tensor, scale: float, causal: bool = True) -> _C.AttentionProblem:
+        """Attention of queries like q over all that sequences hold. Valid until `grow`; the last one is kept."""
+        wanted = q.shape, q.stride(), scale, causal
+        known, problem = self._problem
+        if problem is None or known != wanted:
+            views = self.pool.key_view, self.pool.value_view
+            problem = pack_problem(*views, self.windows.attention_window, q, scale=scale, causal=causal)
+            self._problem = wanted, problem
+        return problem
+
+    def __getstate__(self) -> dict[str, object]:
+        """Without the problem, which points to this object's tensors: a copy packs its own."""
+        return self.__dict__ | {"_problem": (None, None)}
+
+    def numbers(self, rows: Sequence[int], *, capturing: bool = False) -> Tensor:
+        """The rows' numbers, (n,) int32 on the device."""
+        first = rows[0] if rows else 0
+        if all(row == first + i for i, row in enumerate(rows)):
+            return self._numbers[first : first + len(rows)]
+        key = tuple(rows)
+        if key in self._remembered:
+            self._remembered.move_to_end(key)
+        elif capturing:
+            raise RuntimeError(f"sequences {list(rows)} are new here: call once with them before the capture")
+        else:
+            self._remembered[key] = self._send(rows, torch.int32)
+            if len(self._remembered) > _REMEMBERED:
+                self._remembered.popitem(last=False)
+        if capturing:
+            self._kept.append(self._remembered[key])
+        return self._remembered[key]
+
+    def apply(self, changes: Changes) -> None:
+        """Brings the page table up to date and copies pages."""
+        if changes.entries:
+            table = self.pool.page_table
+            entries = [row * table.shape[1] + index for row, index in changes.entries]
+            sent = self._send([entries, list(changes.entries.values())], torch.int64)
+            table.view(-1).index_copy_(0, sent[0], sent[1].to(torch.int32))
+        for tensor in self._pages_content() if changes.copies else ():
+            pages = tensor.view(self.pool.pages, -1)
+            for source, target in changes.copies:
+                pages[target].copy_(pages[source])
+
+    def append(self, k: Tensor, v: Tensor, rows: Sequence[int] | None, *, capturing: bool = False) -> None:
+        """One to max_append new tokens a row; rows None: 0, 1, ... Callers have checked k and v, which have no pending
+        negation, and have entered the pages that the tokens need into the table."""
+        numbers = None if rows is None else self.numbers(rows, capturing=capturing)
+        page_pool.append_unchecked(self.pool, self.windows, self.lengths, k, v, numbers)
+
+    def extend(self, k: Tensor, v: Tensor, run: Run, tiles: int) -> None:
+        """Any number of new tokens, the last run.tokens of k and v (B, Hkv, T, D), which fill `tiles` tiles.
+
+        Tiles of new tokens alone are compressed from k and v, without a copy.
+        """
+        rows = slice(run.row, run.row + run.count)
+        new = [x[run.first : run.first + run.count, :, x.shape[2] - run.tokens :] for x in (k, v)]
+        windows = [x[rows] for x in (self.windows.keys, self.windows.values)]
+        left = run.window + run.tokens - tiles * TILE
+        if tiles == 0:
+            for window, x in zip(windows, new):
+                window[:, :, run.window : left].copy_(x)
+        else:
+            old = [window[:, :, : run.window] for window in windows]
+            self._store(old, new, run, tiles)
+            begin = tiles * TILE - run.window  # of what stays dense
+            for window, before, x in zip(windows, old, new):
+                stays = x[:, :, begin:] if begin >= 0 else torch.cat([before[:, :, begin:], x], dim=2)
+                window[:, :, :left].copy_(stays)
+            self.lengths[rows].add_(tiles * TILE)
+        self.windows.lengths[rows].fill_(left)
+
+    def _store(self, old: list[Tensor], new: list[Tensor], run: Run, tiles: int) -> None:
+        mixed = min(tiles, -(-run.window // TILE))  # tiles that have tokens of the window
+        begin = mixed * TILE - run.window
+        rows = slice(run.row, run.row + run.count)
+        first_tiles = self.lengths[rows] // TILE
+        choose = run.compressed == 0  # channel orders, from the larger of the two parts
+        if tiles > mixed:
+            k, v = (x[:, :, begin : begin + (tiles - mixed) * TILE] for x in new)
+            self._store_pruned(k, v, self._numbers[rows], first_tiles + mixed, choose)
+        if mixed:
+            pairs = zip(old, new)
+            k, v = (torch.cat([before, x[:, :, : max(begin, 0)]], dim=2)[:, :, : mixed * TILE] for before, x in pairs)
+            self._store_pruned(k, v, self._numbers[rows], first_tiles, choose and tiles == mixed)
+
+    def _store_pruned(self, k: Tensor, v: Tensor, numbers: Tensor, first_tiles: Tensor, choose: bool) -> None:
+        k, v = (rule.prune(x) for rule, x in zip(self._rules, (k, v)))
+        page_pool.store(self.pool, k, v, numbers, first_tiles, choose)
+
+    def move(self, targets: Sequence[int], sources: Sequence[int]) -> None:
+        """Row targets[i] becomes a copy of row sources[i], except for its pages."""
+        if not targets:
+            return
+        to, of = self._send([list(targets), list(sources)], torch.int64)
+        pool, windows = self.pool, self.windows
+        rows = (windows.keys, windows.values, windows.lengths, self.lengths, pool.key_channels, pool.value_channels)
+        for tensor in rows:
+            tensor.index_copy_(0, to, tensor.index_select(0, of))
+
+    def cut(self, row: int, tile: int, tokens: int) -> None:
+        """The first tokens of a tile go to the row's window, as they were stored. Lengths stay as they are."""
+        if tokens:
+            k, v = page_pool.load(self.pool, row, tile, 1)
+            self.windows.keys[row, :, :tokens].copy_(k[:, :tokens])
+            self.windows.values[row, :, :tokens].copy_(v[:, :tokens])
+
+    def set_lengths(self, rows: Sequence[int], compressed: Sequence[int], window: Sequence[int]) -> None:
+        if rows:
+            sent = self._send([list(rows), list(compressed), list(window)], torch.int64)
+            lengths = sent[1:].to(torch.int32)
+            self.lengths.index_copy_(0, sent[0], lengths[0])
+            self.windows.lengths.index_copy_(0, sent[0], lengths[1])
+
+    def clear(self) -> None:
+        """No row has tokens or pages any more."""
+        self.pool.page_table.fill_(-1)
+        self.pool.error.zero_()
+        self.lengths.zero_()
+        self.windows.lengths.zero_()
+
+    def dense(self, row: int, compressed: int, window: int) -> tuple[Tensor, Tensor]:
+        """What a row holds, two tensors (Hkv, tokens, D)."""
+        k, v = page_pool.load(self.pool, row, 0, compressed // TILE)
+        windows = (self.windows.keys, self.windows.values)
+        k, v = (torch.cat([x, dense[row, :, :window]], dim=1) for x, dense in zip((k, v), windows))
+        return k, v
+
+    def read(self) -> tuple[list[int], list[int], bool]:
+        """Compressed tokens and tokens of the window, of all rows, and whether an append had to leave tokens out.
+
+        Waits for the device. The mark of what was left out is taken back.
+        """
+        error = self.pool.error
+        *lengths, failed = torch.cat([self.lengths, self.windows.lengths, error]).tolist()
+        if failed:
+            error.zero_()
+        sequences = self.lengths.shape[0]
+        return lengths[:sequences], lengths[sequences:], bool(failed)
+
+    def dropped(self) -> dict[str, int]:
+        """Tiles that exceeded their slots and the nonzeros that they lost. Waits for the device."""
+        names = ("key_tiles_trimmed", "key_values_dropped", "value_tiles_trimmed", "value_values_dropped")
+        return dict(zip(names, self.pool.dropped.flatten().tolist(), strict=True))
+
+    def _pages_content(self) -> tuple[Tensor, ...]:
+        """What a page consists of: tensors of slots."""
+        pool = self.pool
+        return pool.blocks, pool.key_rows, pool.value_rows, pool.token_order
+
+    def _send(self, values: Sequence[int] | list[list[int]], dtype: torch.dtype) -> Tensor:
+        if self.device.type == "cpu":
+            return torch.tensor(values, dtype=dtype)
+        return torch.tensor(values, dtype=dtype, pin_memory=True).to(self.device, non_blocking=True)

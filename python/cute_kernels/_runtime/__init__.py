@@ -1,0 +1,1 @@
+"""What every operation needs and none owns: the extension, backends, checks of arguments, torch ops, launches."""

@@ -1,0 +1,223 @@
+"""Dense caches become storage: the steps in turn, and the memory that they write."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from cute_kernels._runtime.extension import _C, own_codec
+from cute_kernels._runtime.launching import Kernels, compression_kernels
+from cute_kernels._storage import steps, tile_reader
+from cute_kernels._storage.storage import Storage
+from cute_kernels._storage.validation import MAX_ROWS
+
+
+@dataclass(frozen=True)
+class Cache:
+    """What to compress."""
+
+    x: Tensor
+    role: str
+    kept: int  # elements of a token that the kernels keep; 0: all nonzeros
+    codec: str
+    out: Storage | None
+
+    @property
+    def tiles(self) -> int:
+        return self.x.shape[0] * self.x.shape[1] * tile_reader.tiles_per_head(self.x.shape[2])
+
+    @property
+    def padded(self) -> int:
+        return _C.format.padded_head_dim(self.x.shape[3])
+
+    @property
+    def is_lossless(self) -> bool:
+        return self.codec == own_codec(self.x.dtype)
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What a storage consists of besides its blocks, and what `pack` needs to write those."""
+
+    masks: Tensor
+    row_offsets: Tensor
+    token_order: Tensor
+    channel_order: Tensor
+    totals: Tensor  # (steps.TOTALS,) int64, on the device
+
+
+def codec_kernels(codec: str, dtype: torch.dtype, device: torch.device) -> Kernels:
+    """Kernels that compress with a codec on `device`. RuntimeError says what is missing."""
+    kernels = compression_kernels(device)
+    if codec != own_codec(dtype) and device.type != "cpu":
+        raise RuntimeError(f"there are no kernels for codec '{codec}' on {device}: backend 'cpu' alone has them")
+    return kernels
+
+
+def compress_caches(caches: list[Cache]) -> list[Storage]:
+    """One cache, or a K/V pair that shares its token order, alike in shape, dtype and device."""
+    for cache in caches:
+        kernels = codec_kernels(cache.codec, cache.x.dtype, cache.x.device)
+    if not caches[0].tiles:
+        return [cache.out or _without_tiles(cache) for cache in caches]
+    with kernels.launch() as stream:
+        caches = [_representable(kernels, cache, stream) for cache in caches]
+        totals = torch.empty(len(caches), steps.TOTALS, dtype=torch.int64, device=kernels.device)
+        parts = _plan(kernels, caches, totals, stream)
+        if caches[0].out is not None:
+            return [_fill(kernels, cache, part, stream) for cache, part in zip(caches, parts)]
+        return _allocate(kernels, caches, parts, totals, stream)
+
+
+def _representable(kernels: Kernels, cache: Cache, stream: int) -> Cache:
+    """The cache with values that its codec stores exactly. A lossy codec rounds after pruning: what is kept does not
+    depend on the codec, and what rounds to zero has no bit in the bitmaps."""
+    if cache.is_lossless:
+        return cache
+    pruned = steps.pruned(kernels, cache.x, cache.kept, stream)
+    return replace(cache, x=steps.quantized(kernels, pruned, cache.codec, stream), kept=0)
+
+
+def _plan(kernels: Kernels, caches: list[Cache], totals: Tensor, stream: int) -> list[_Parts]:
+    """Everything but the blocks."""
+    batch, kv_heads, tokens, head_dim = caches[0].x.shape
+    device = caches[0].x.device
+    tiles, padded = caches[0].tiles, caches[0].padded
+    order_shape = (batch, kv_heads, tile_reader.tiles_per_head(tokens), _C.format.TILE_TOKENS)
+    token_order = (
+        torch.empty(order_shape, dtype=torch.uint8, device=device)
+        if caches[0].out is None
+        else caches[0].out.token_order
+    )
+    parts: list[_Parts] = []
+    longest = torch.empty(len(caches), tiles, dtype=torch.int32, device=device)
+    counts: list[Tensor] = []
+    for cache, cache_totals in zip(caches, totals):
+        masks, count = steps.select(kernels, cache.x, cache.kept, stream)
+        counts.append(count)
+        out = cache.out
+        if out is None:
+            channel_order = torch.empty(batch, kv_heads, padded, dtype=torch.uint8, device=device)
+            row_offsets = torch.empty(tiles + 1, dtype=torch.int32, device=device)
+        else:
+            assert out.totals is not None
+            channel_order, row_offsets, cache_totals = out.channel_order, out.row_offsets, out.totals
+        steps.deal(kernels, count, head_dim, channel_order, stream)
+        parts.append(_Parts(masks, row_offsets, token_order, channel_order, cache_totals))
+    first, second = parts[0], parts[1] if len(parts) > 1 else None
+    kernels.module.balance(
+        first.masks.data_ptr(),
+        first.channel_order.data_ptr(),
+        second.masks.data_ptr() if second else 0,
+        second.channel_order.data_ptr() if second else 0,
+        batch,
+        kv_heads,
+        tokens,
+        head_dim,
+        token_order.data_ptr(),
+        longest[0].data_ptr(),
+        longest[1].data_ptr() if second else 0,
+        stream,
+    )
+    for cache, part, streams, count in zip(caches, parts, longest, counts):
+        steps.offsets(kernels, streams, count, head_dim, cache.codec, part.row_offsets, part.totals, stream)
+    return parts
+
+
+def _fill(kernels: Kernels, cache: Cache, parts: _Parts, stream: int) -> Storage:
+    out = cache.out
+    assert out is not None
+    if out.token_order is not parts.token_order:  # values of a pair
+        out.token_order.copy_(parts.token_order)
+    steps.pack(kernels, cache.x, parts.masks, cache.kept, parts.totals, out.blocks.shape[0], out.view(), stream)
+    return out
+
+
+def _allocate(kernels: Kernels, caches: list[Cache], parts: list[_Parts], totals: Tensor, stream: int) -> list[Storage]:
+    """Storages of the size that the caches need.
+
+    The device computes that size. While it is copied to the host, the device already packs into as much memory as is
+    likely enough. Memory beyond the size is cut off; where the guess was too small, or none was made, the blocks are
+    packed again into memory of the right size.
+    """
+    pending = _Totals(totals)
+    guesses: list[Tensor | None] = []
+    for cache, part in zip(caches, parts):
+        likely = MAX_ROWS + 1
+        if cache.kept:
+            likely = cache.tiles * steps.likely_rows_of_tile(cache.padded, cache.kept, cache.codec)
+        if kernels.device.type == "cpu" or likely > MAX_ROWS:
+            guesses.append(None)
+            continue
+        blocks = _blocks(likely, cache.x.device)
+        guesses.append(blocks)
+        view = _storage(cache, part, blocks, 0, 0).view()
+        steps.pack(kernels, cache.x, part.masks, cache.kept, part.totals, likely, view, stream)
+    results: list[Storage] = []
+    for cache, part, guess, (rows, max_tile_rows, nnz) in zip(caches, parts, guesses, pending.read()):
+        if rows > MAX_ROWS:
+            raise ValueError(
+                f"{'k' if cache.role == 'key' else 'v'} of shape {tuple(cache.x.shape)} would take {rows} rows of 128 "
+                f"bytes, at most {MAX_ROWS} can be addressed: compress it in parts"
+            )
+        if guess is not None and rows <= guess.shape[0]:
+            used = guess[:rows]
+            blocks = used.clone() if rows < guess.shape[0] * 7 // 8 else used  # a clone frees the rest of the guess
+            storage = _storage(cache, part, blocks, max_tile_rows, nnz)
+        else:
+            storage = _storage(cache, part, _blocks(rows, cache.x.device), max_tile_rows, nnz)
+            steps.pack(kernels, cache.x, part.masks, cache.kept, part.totals, rows, storage.view(), stream)
+        results.append(storage)
+    return results
+
+
+class _Totals:
+    """Totals that are being copied to the host; work that is queued after the copy does not wait for it."""
+
+    def __init__(self, totals: Tensor) -> None:
+        self._arrived: torch.cuda.Event | None = None
+        if totals.device.type == "cpu":
+            self._values = totals
+            return
+        self._values = torch.empty(totals.shape, dtype=totals.dtype, pin_memory=True)
+        self._values.copy_(totals, non_blocking=True)
+        self._arrived = torch.cuda.Event()
+        self._arrived.record(torch.cuda.current_stream(totals.device))
+
+    def read(self) -> list[list[int]]:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._values.tolist()
+
+
+def _blocks(rows: int, device: torch.device) -> Tensor:
+    return torch.empty(rows, _C.format.LANES, dtype=torch.int32, device=device)
+
+
+def _storage(cache: Cache, parts: _Parts, blocks: Tensor, max_tile_rows: int, nnz: int) -> Storage:
+    return Storage(
+        blocks=blocks,
+        row_offsets=parts.row_offsets,
+        token_order=parts.token_order,
+        channel_order=parts.channel_order,
+        role=cache.role,
+        dtype=cache.x.dtype,
+        codec=cache.codec,
+        shape=cache.x.shape,
+        max_tile_rows=max_tile_rows,
+        nnz=nnz,
+    )
+
+
+def _without_tiles(cache: Cache) -> Storage:
+    return Storage(
+        **steps.empty_tensors(cache.x.shape, 0, cache.codec, cache.x.device),
+        role=cache.role,
+        dtype=cache.x.dtype,
+        codec=cache.codec,
+        shape=cache.x.shape,
+        max_tile_rows=0,
+        nnz=0,
+    )

@@ -1,0 +1,54 @@
+"""What `SparseKV.preallocate` makes a cache of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from cute_kernels._runtime import checks
+from cute_kernels._runtime.extension import _C, own_codec
+from cute_kernels._storage import steps, tile_reader
+from cute_kernels._storage.checks import chosen_codec
+from cute_kernels._storage.compressor import codec_kernels
+from cute_kernels._storage.storage import Storage
+
+
+def preallocated(shape: Any, dtype: Any, role: Any, sparsity: Any, keep: Any, codec: Any, device: Any) -> Storage:
+    """A cache of zeros whose tensors are large enough for any other; checks the arguments."""
+    sizes = _sizes(shape)
+    if dtype not in checks.CACHE_DTYPES:
+        raise TypeError(f"dtype must be float16 or bfloat16, got {checks.dtype_name(dtype)}")
+    checks.role(role)
+    kept = checks.kept_elements(sizes[3], sparsity, keep)
+    codec = chosen_codec(codec, "codec", dtype)
+    target = checks.kernel_device(device)
+    if codec != own_codec(dtype):
+        codec_kernels(codec, dtype, target)  # raises where nothing could fill the cache
+    padded = _C.format.padded_head_dim(sizes[3])
+    tiles = sizes[0] * sizes[1] * tile_reader.tiles_per_head(sizes[2])
+    shortest = _C.format.bitmap_rows(padded)
+    totals = [tiles * shortest, shortest if tiles else 0, 0]
+    return Storage(
+        **steps.empty_tensors(sizes, kept, codec, target),
+        role=role,
+        dtype=dtype,
+        codec=codec,
+        shape=torch.Size(sizes),
+        max_tile_rows=steps.rows_of_tile(padded, kept, codec) if tiles else 0,
+        keep=kept,
+        totals=torch.tensor(totals, dtype=torch.int64, device=target),
+    )
+
+
+def _sizes(shape: Any) -> tuple[int, int, int, int]:
+    if not isinstance(shape, Sequence) or isinstance(shape, str):
+        raise TypeError(f"shape must be a sequence of four sizes (B, Hkv, T, D), got {type(shape).__name__}")
+    if len(shape) != 4:
+        raise ValueError(f"shape must be four sizes (B, Hkv, T, D), got {tuple(shape)}")
+    batch, kv_heads, tokens, head_dim = (checks.integer(size, "shape's sizes") for size in shape)
+    if min(batch, kv_heads, tokens) < 0:
+        raise ValueError(f"shape must have sizes of at least 0, got {tuple(shape)}")
+    checks.head_dim(head_dim, "shape", tuple(shape))
+    return batch, kv_heads, tokens, head_dim

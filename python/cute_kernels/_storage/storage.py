@@ -1,0 +1,110 @@
+"""The tensors and numbers of one compressed cache, as everything inside the package takes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_kernels._runtime.extension import _C, CODEC_CODES, DTYPE_CODES, ROLE_CODES, own_codec
+
+TENSORS = ("blocks", "row_offsets", "token_order", "channel_order")
+TILE_FORMAT = "bitmap"  # of every storage: one of TILE_FORMATS
+
+
+@dataclass(eq=False, slots=True)
+class Storage:
+    """What a `SparseKV` holds; see docs/format.md for the tensors. `validation` checks it.
+
+    blocks, row_offsets, token_order, channel_order: contiguous, on one device.
+    dtype: of the dense cache, and of what multiplies. codec: how nonzeros are stored.
+    max_tile_rows: rows of the longest tile. nnz: nonzeros; None: not counted yet.
+    totals: of a preallocated cache, `steps.TOTALS` numbers of its content, on the device. `blocks` and `max_tile_rows`
+        are upper bounds then. keep: it takes caches of so many elements a token; 0: of any number.
+    last_call: what `sparse_attention` keeps of its last call with these keys, an `_attention.call.AttentionCall`.
+    """
+
+    blocks: Tensor
+    row_offsets: Tensor
+    token_order: Tensor
+    channel_order: Tensor
+    role: str
+    dtype: torch.dtype
+    codec: str
+    shape: torch.Size  # (B, Hkv, T, D)
+    max_tile_rows: int
+    nnz: int | None = None
+    keep: int = 0
+    totals: Tensor | None = None
+    last_call: Any = field(default=None, init=False)
+    _view: _C.SparseView | None = field(default=None, init=False)
+    _addresses: tuple[int, ...] = field(default=(), init=False)  # that _view was made of
+    _stays: bool = field(default=False, init=False)  # torch moves only CPU storage: to memory that processes share
+
+    def __post_init__(self) -> None:
+        self.shape = torch.Size(self.shape)
+        self._stays = self.blocks.device.type != "cpu"
+
+    @property
+    def device(self) -> torch.device:
+        return self.blocks.device
+
+    @property
+    def padded_head_dim(self) -> int:
+        return self.channel_order.shape[-1]
+
+    @property
+    def is_lossless(self) -> bool:
+        """Whether the codec stores every value of `dtype` bit for bit."""
+        return self.codec == own_codec(self.dtype)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {name: getattr(self, name) for name in TENSORS}
+
+    def with_tensors(self, tensors: dict[str, Any]) -> Storage:
+        """The same content in other tensors."""
+        return replace(self, **tensors)
+
+    def exact(self) -> Storage:
+        """The content without the memory beyond it that was preallocated; shares the tensors. Itself if there is none.
+
+        Waits for the device.
+        """
+        if self.totals is None:
+            return self
+        rows, max_tile_rows, nnz = self.totals.tolist()
+        blocks = self.blocks[:rows]
+        return replace(self, blocks=blocks, max_tile_rows=max_tile_rows, nnz=nnz, keep=0, totals=None)
+
+    def has_view(self, view: _C.SparseView) -> bool:
+        """Whether `view()` returns this one; False also where `view` was never called."""
+        return self._view is view and self.view() is view
+
+    def view(self) -> _C.SparseView:
+        """The storage as kernels take it: pointers and sizes. Valid as long as this object lives and its tensors stay
+        where they are."""
+        if self._stays and self._view is not None:
+            return self._view
+        addresses = (
+            self.blocks.data_ptr(),
+            self.row_offsets.data_ptr(),
+            self.token_order.data_ptr(),
+            self.channel_order.data_ptr(),
+        )
+        if self._view is None or addresses != self._addresses:
+            batch, kv_heads, tokens, head_dim = self.shape
+            self._addresses = addresses
+            self._view = _C.SparseView(
+                *addresses,
+                ROLE_CODES[self.role],
+                DTYPE_CODES[self.dtype],
+                CODEC_CODES[self.codec],
+                batch,
+                kv_heads,
+                tokens,
+                head_dim,
+                self.max_tile_rows,
+            )
+        return self._view

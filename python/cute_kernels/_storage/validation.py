@@ -1,0 +1,125 @@
+"""The checks behind `SparseKV.validate`: storage that passes is what `compress` could have written."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cute_kernels._runtime.extension import _C, CODEC_CODES
+from cute_kernels._storage import tile_reader
+from cute_kernels._storage.storage import Storage
+
+MAX_ROWS = 2**31 - 1  # row_offsets are int32
+ALIGNMENT = 64  # bytes: of every tensor's first element; kernels copy 16 bytes at a time
+TENSOR_DTYPES = {
+    "blocks": torch.int32,
+    "row_offsets": torch.int32,
+    "token_order": torch.uint8,
+    "channel_order": torch.uint8,
+}
+
+
+def check_storage(storage: Storage) -> int:
+    """Raises ValueError, naming the field, or returns the number of nonzeros."""
+    _check_tensors(storage)
+    _check_row_offsets(storage)
+    _check_permutation(storage.token_order, "token_order")
+    _check_permutation(storage.channel_order, "channel_order")
+    return sum(_check_chunk(storage, first, last) for first, last in tile_reader.chunks(storage))
+
+
+def _check_tensors(storage: Storage) -> None:
+    batch, kv_heads, tokens, head_dim = storage.shape
+    padded = _C.format.padded_head_dim(head_dim) if head_dim < 2**31 else 0
+    if padded == 0:
+        raise ValueError(f"shape: D must be a multiple of 8, from 8 to {max(_C.format.HEAD_DIMS)}, got {head_dim}")
+    tiles = tile_reader.tiles_per_head(tokens)
+    if batch * kv_heads * tiles * _C.format.bitmap_rows(padded) > MAX_ROWS or max(batch, kv_heads) > MAX_ROWS:
+        raise ValueError(f"shape: {tuple(storage.shape)} has more tiles than row_offsets can count")
+    tile_tokens = _C.format.TILE_TOKENS
+    shapes = {
+        "blocks": (storage.blocks.shape[0] if storage.blocks.dim() else 0, _C.format.LANES),
+        "row_offsets": (batch * kv_heads * tiles + 1,),
+        "token_order": (batch, kv_heads, tiles, tile_tokens),
+        "channel_order": (batch, kv_heads, padded),
+    }
+    for name, tensor in storage.tensors().items():
+        if tensor.layout != torch.strided or tensor.device.type not in ("cpu", "cuda"):
+            raise ValueError(
+                f"{name}: must be a dense tensor on a cpu or cuda device, got {tensor.layout} on {tensor.device}"
+            )
+        if tensor.dtype != TENSOR_DTYPES[name]:
+            raise ValueError(f"{name}: must be {TENSOR_DTYPES[name]}, got {tensor.dtype}")
+        if tuple(tensor.shape) != shapes[name]:
+            raise ValueError(
+                f"{name}: must have shape {shapes[name]} for a cache of shape {tuple(storage.shape)}, got "
+                f"{tuple(tensor.shape)}"
+            )
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name}: must be contiguous, got strides {tuple(tensor.stride())}")
+        if tensor.device != storage.blocks.device:
+            raise ValueError(f"{name}: must be on the device of blocks, {storage.blocks.device}, got {tensor.device}")
+        if tensor.data_ptr() % ALIGNMENT:
+            raise ValueError(f"{name}: must start at a multiple of {ALIGNMENT} bytes")
+
+
+def _check_row_offsets(storage: Storage) -> None:
+    padded = storage.padded_head_dim
+    shortest = _C.format.bitmap_rows(padded)
+    longest = _C.format.max_tile_rows(padded, CODEC_CODES[storage.codec])
+    offsets = storage.row_offsets.long()
+    rows = offsets.diff()
+    if int(offsets[0]) != 0:
+        raise ValueError(f"row_offsets: must start at 0, got {int(offsets[0])}")
+    actual = 0
+    if rows.numel():
+        least, actual = (int(value) for value in torch.stack(rows.aminmax()))
+        if least < shortest or actual > longest:
+            raise ValueError(
+                f"row_offsets: a tile of head dim {storage.shape[3]} takes from {shortest} to {longest} rows, got from "
+                f"{least} to {actual}"
+            )
+    if int(offsets[-1]) != storage.blocks.shape[0]:
+        raise ValueError(
+            f"row_offsets: must end at the number of rows of blocks, {storage.blocks.shape[0]}, got {int(offsets[-1])}"
+        )
+    if actual != storage.max_tile_rows:
+        raise ValueError(f"max_tile_rows: must be {actual}, as row_offsets say, got {storage.max_tile_rows}")
+
+
+def _check_permutation(order: Tensor, name: str) -> None:
+    expected = torch.arange(order.shape[-1], device=order.device)
+    if not bool((order.sort(dim=-1).values == expected).all()):
+        raise ValueError(f"{name}: every row must be a permutation of 0..{order.shape[-1] - 1}")
+
+
+def _check_chunk(storage: Storage, first: int, last: int) -> int:
+    """Checks bitmaps and values of the tiles [first, last); returns their number of nonzeros."""
+    layout, codec = tile_reader.layout_of(storage), tile_reader.values_of(storage)
+    begin = storage.row_offsets[first:last].long()
+    end = storage.row_offsets[first + 1 : last + 1].long()
+    bits = tile_reader.element_bits(storage, first, last)  # (tiles, E, L)
+    counts = tile_reader.by_stream(bits).sum(dim=1)  # (tiles, streams, L)
+    value_rows = end - begin - layout.bitmap_rows
+    if bool((counts > value_rows[:, None, None] * codec.per_row).any()):
+        raise ValueError("blocks: a bitmap has more bits than its tile holds values")
+
+    token_order, channel_order = tile_reader.orders(storage, first, last)
+    tile = torch.arange(first, last, device=storage.device) % storage.token_order.shape[2]
+    no_token = token_order + _C.format.TILE_TOKENS * tile[:, None] >= storage.shape[2]  # (tiles, token positions)
+    no_channel = channel_order >= storage.shape[3]  # (tiles, channel positions)
+    if bool((bits & (no_token[:, layout.token] | no_channel[:, layout.channel])).any()):
+        raise ValueError("blocks: a bitmap has a bit for a token or channel that the cache does not have")
+
+    row = torch.arange(int(begin[0]), int(end[-1]), device=storage.device)
+    tile_of_row = torch.repeat_interleave(torch.arange(last - first, device=storage.device), end - begin)
+    value_row = row - begin[tile_of_row] - layout.bitmap_rows  # counted in its tile; negative: a bitmap row
+    is_value = value_row >= 0
+    values = tile_reader.stored_values(storage, row[is_value])  # (value rows, values of a row, L, streams)
+    rank = value_row[is_value][:, None] * codec.per_row + torch.arange(codec.per_row, device=storage.device)
+    used = rank[:, :, None, None] < counts[tile_of_row[is_value]].transpose(1, 2)[:, None]
+    if bool((used & ((values & codec.magnitude_bits) == 0)).any()):
+        raise ValueError("blocks: a bitmap has a bit for a value that is zero")
+    if bool((~used & (values != 0)).any()):
+        raise ValueError("blocks: values must be followed by zeros up to the tile's last row")
+    return int(counts.sum())

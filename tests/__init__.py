@@ -1,0 +1,1 @@
+"""The tests, a folder a subject; `support` holds what several of them share."""
