@@ -13,7 +13,7 @@ Preallocated memory is filled again and again without waiting for the device, as
     ck.compress(keys, role="key", sparsity=0.7, out=k)
 
 Shapes, throughout: B batch, Hq query heads, Hkv KV heads (Hq a multiple of Hkv), Sq query tokens, T cached tokens, D
-head dim. The kernels are for inference: results have no gradient.
+head dim. The kernels are for inference: a backward pass through a result raises RuntimeError.
 
 The method, per-token magnitude pruning with a bitmap and packed nonzeros, is that of Mustafar (arXiv 2505.22913).
 """

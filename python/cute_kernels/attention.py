@@ -12,7 +12,7 @@ from cute_kernels._attention import checks as attention_checks
 from cute_kernels._attention import reference
 from cute_kernels._attention.memo import AttentionCall
 from cute_kernels._attention.problem import launch_problem, pack_problem, pack_window
-from cute_kernels._runtime import checks, ops
+from cute_kernels._runtime import checks, gradients, ops
 from cute_kernels._runtime.backends import check_name, resolve
 from cute_kernels._storage import arguments, tile_reader
 from cute_kernels._storage.checks import check_codec, query_side
@@ -58,11 +58,27 @@ def sparse_attention(
     Returns (B, Hq, Sq, D) of q's dtype; softmax and accumulation in float32. A query that sees no token gives zeros
     and an lse of -inf. A token that a query does not see has no part in its result, be it NaN or infinite. "sm80" and
     "sm90" have one exception: a NaN or an infinity in a token of the query's own batch row and KV head that causality
-    hides from it, but not from a later query.
+    hides from it, but not from a later query. Results have no gradient: a backward pass through them raises
+    RuntimeError.
 
     Raises TypeError for a wrong class or dtype, ValueError for a wrong shape, device, stride or range, RuntimeError if
     the backend cannot serve the call, or has no kernels for a codec; all before anything is launched.
     """
+    operands = (q, *window) if isinstance(window, (tuple, list)) else (q,)
+    if gradients.wanted(*operands):
+        keywords: dict[str, Any] = {
+            "scale": scale,
+            "seq_lens": seq_lens,
+            "causal": causal,
+            "return_lse": return_lse,
+            "num_splits": num_splits,
+            "backend": backend,
+        }
+
+        def call(q: Tensor, *window: Any) -> Any:
+            return sparse_attention(q, k, v, window=window or None, **keywords)
+
+        return gradients.without_gradient("sparse_attention", call, *operands, out=out)
     keys, values = storage_of(k, "k", "key"), storage_of(v, "v", "value")
     options = scale, causal, return_lse, num_splits, backend
     known: AttentionCall | None = keys.last_call if ops.unobserved() else None

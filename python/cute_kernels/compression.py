@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from cute_kernels import rules
-from cute_kernels._runtime import checks
-from cute_kernels._runtime.launching import compression_kernels
-from cute_kernels._storage import steps
+from cute_kernels._runtime import checks, gradients, ops
+from cute_kernels._runtime.launching import address, compression_kernels
+from cute_kernels._storage import arguments, steps
 from cute_kernels._storage.checks import check_preallocated, chosen_codec
 from cute_kernels._storage.compressor import Cache, codec_kernels, compress_caches
 from cute_kernels._storage.storage import Storage
@@ -40,24 +40,25 @@ def prune(
         Or another rule of `cute_kernels.rules`, by its name or, where it takes inputs, itself.
     role: "key" or "value", for rules that tell them apart.
 
-    Returns a contiguous tensor like x, with +0 for what is dropped and for -0.0.
+    Returns a contiguous tensor like x, with +0 for what is dropped and for -0.0. It has no gradient: a backward pass
+    through it raises RuntimeError.
 
     Raises TypeError for a wrong class or dtype; ValueError for a wrong shape, stride or range, both sparsity and keep,
     or a rule that does not serve the role or whose inputs do not fit x; RuntimeError if the extension has no kernels
     for x's device.
     """
+    if gradients.wanted(x):
+        return gradients.without_gradient(
+            "prune", lambda x: prune(x, sparsity=sparsity, keep=keep, method=method, role=role), x
+        )
     rule = rules.resolve(method)
     if role is not None:
         checks.role(role)
     x = checks.dense_cache(x, "x")
     kept = checks.kept_elements(x.shape[3], sparsity, keep)
-    kernels = compression_kernels(x.device)
     if kept and not isinstance(rule, Magnitude):
         return rule.prune(x, kept, role)
-    if not x.numel():
-        return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    with kernels.launch() as stream:
-        return steps.pruned(kernels, x, kept, stream)
+    return _prune(x, kept) if ops.eager(x) else _PRUNE(x, kept)
 
 
 def compress(
@@ -83,6 +84,8 @@ def compress(
     Any T >= 0; the last tile may be partial. Without `out` the storage has the size that x needs, which takes one
     synchronisation with the device. With `out` there is none, only temporary memory is allocated, from torch's
     allocator, and the call can be captured in a CUDA graph (with method "magnitude"; other rules may synchronise).
+    torch.compile, make_fx and FakeTensorMode take the call with `out`; without, the size of the storage depends on the
+    content of x, and RuntimeError says so. No gradient reaches x: what is stored is constant.
     A rule that may keep more than `keep` elements of a token (`Rule.per_token` False) needs an `out` preallocated for
     every nonzero.
 
@@ -99,7 +102,7 @@ def compress(
         memory = storage_of(out, "out", role)
         check_preallocated(memory, "out", x, "x", _stored(rule, kept))
     chosen = _codec(codec, "codec", x, memory)
-    (storage,) = compress_caches([_cache(x, role, rule, kept, chosen, memory)])
+    (storage,) = _compress([_cache(x, role, rule, kept, chosen, memory)])
     return from_storage(storage) if out is None else out
 
 
@@ -147,7 +150,7 @@ def compress_kv(
     codec_v = (
         _codec(codec, "codec", v, memory_v) if value_codec is None else _codec(value_codec, "value_codec", v, memory_v)
     )
-    keys, values = compress_caches(
+    keys, values = _compress(
         [
             _cache(k, "key", key_rule, kept_k, codec_k, memory_k),
             _cache(v, "value", value_rule, kept_v, codec_v, memory_v),
@@ -157,13 +160,15 @@ def compress_kv(
 
 
 def _codec(codec: Any, name: str, x: Tensor, out: Storage | None) -> str:
-    """The codec to compress x with, into `out` if there is one. Raises where no kernels on x's device have it."""
+    """The codec to compress x with, into `out` if there is one. Raises where no kernels on x's device have it, unless
+    the call is recorded: then where it runs."""
     chosen = chosen_codec(codec, name, x.dtype)
     if out is not None:
         if codec is not None and chosen != out.codec:
             raise ValueError(f"{name} must be '{out.codec}', for which out was preallocated, or None, got '{codec}'")
         chosen = out.codec
-    codec_kernels(chosen, x.dtype, x.device)
+    if ops.unobserved():
+        codec_kernels(chosen, x.dtype, x.device)
     return chosen
 
 
@@ -180,15 +185,113 @@ def _cache(x: Tensor, role: str, rule: Rule, kept: int, codec: str, out: Storage
     return Cache(rule.prune(x, kept, role), role, stored, codec, out)
 
 
+def _compress(caches: list[Cache]) -> list[Storage]:
+    """Behind the checks: one cache, or a pair; all with `out` or none."""
+    outs = [cache.out for cache in caches if cache.out is not None]
+    tensors = [cache.x for cache in caches] + [tensor for out in outs for tensor in out.tensors().values()]
+    if ops.eager(*tensors):
+        return compress_caches(caches)
+    if not outs:
+        if ops.recorded():
+            raise RuntimeError(
+                "compress and compress_kv without out= make storage whose size depends on the content: in "
+                "torch.compile, a tracer, FakeTensorMode or torch.func.functionalize pass out=SparseKV.preallocate(...)"
+            )
+        return compress_caches(caches)
+    arguments_of = [(cache.role, cache.kept, cache.codec, *_memory(out)) for cache, out in zip(caches, outs)]
+    if len(caches) == 1:
+        _COMPRESS(caches[0].x, *arguments_of[0])
+    else:
+        (_, *of_keys), (_, *of_values) = arguments_of
+        _COMPRESS_KV(caches[0].x, caches[1].x, *of_keys, *of_values)
+    return outs
+
+
 def decompress(kv: SparseKV) -> Tensor:
     """The dense cache (B, Hkv, T, D) that `kv` holds: bit for bit what `prune` gives, rounded where the codec rounds.
 
     Raises TypeError if kv is no SparseKV; RuntimeError if the extension has no kernels for its device or codec.
     """
     storage = storage_of(kv, "kv")
+    if ops.eager(*storage.tensors().values()):
+        return _decompress(storage)
+    _, _, tokens, head_dim = storage.shape
+    return _DECOMPRESS(*arguments.pack(storage), storage.role, tokens, head_dim)
+
+
+# ---- torch.ops.cute_kernels ------------------------------------------------------------------------------------------
+
+
+def _prune(x: Tensor, kept: int) -> Tensor:
+    kernels = compression_kernels(x.device)
+    if not x.numel():
+        return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    with kernels.launch() as stream:
+        return steps.pruned(kernels, checks.plain(x), kept, stream)
+
+
+def _prune_fake(x: Tensor, kept: int) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _memory(out: Storage) -> tuple[list[Tensor], int]:
+    """What `_into` makes a preallocated storage of, beside the cache that is to be compressed."""
+    assert out.totals is not None
+    return [*out.tensors().values(), out.totals], out.max_tile_rows
+
+
+def _into(x: Tensor, role: str, kept: int, codec: str, memory: list[Tensor], max_tile_rows: int) -> Cache:
+    *tensors, totals = memory
+    storage = arguments.unpack((tensors, max_tile_rows, codec, x.dtype), role, *x.shape[2:])
+    storage.totals = totals
+    return Cache(checks.plain(x), role, kept, codec, storage)
+
+
+def _compress_out(x: Tensor, *of_cache: Any) -> None:
+    compress_caches([_into(x, *of_cache)])
+
+
+def _compress_kv_out(k: Tensor, v: Tensor, *of_caches: Any) -> None:
+    half = len(of_caches) // 2
+    compress_caches([_into(k, "key", *of_caches[:half]), _into(v, "value", *of_caches[half:])])
+
+
+def _decompress(storage: Storage) -> Tensor:
     kernels = codec_kernels(storage.codec, storage.dtype, storage.device)
     out = torch.empty(storage.shape, dtype=storage.dtype, device=storage.device)
     if out.numel():
         with kernels.launch() as stream:
-            kernels.module.decompress(storage.view(), out.data_ptr(), stream)
+            kernels.module.decompress(storage.view(), address(out), stream)
     return out
+
+
+def _decompress_op(*packed: Any) -> Tensor:
+    *cache, role, tokens, head_dim = packed
+    return _decompress(arguments.unpack(cache, role, tokens, head_dim))
+
+
+def _decompress_fake(
+    cache: list[Tensor], max_tile_rows: int, codec: str, dtype: torch.dtype, role: str, tokens: int, head_dim: int
+) -> Tensor:
+    blocks, _, _, channel_order = cache
+    return blocks.new_empty((*channel_order.shape[:2], tokens, head_dim), dtype=dtype)
+
+
+_PRUNE = ops.define("prune(Tensor x, SymInt kept) -> Tensor", _prune, _prune_fake)
+_COMPRESS = ops.define(
+    "compress_out(Tensor x, str role, SymInt kept, str codec, Tensor(a!)[] out, SymInt max_tile_rows) -> ()",
+    _compress_out,
+    ops.no_results,
+)
+_COMPRESS_KV = ops.define(
+    "compress_kv_out(Tensor k, Tensor v, SymInt key_kept, str key_codec, Tensor(a!)[] key_out, "
+    "SymInt key_max_tile_rows, SymInt value_kept, str value_codec, Tensor(b!)[] value_out, "
+    "SymInt value_max_tile_rows) -> ()",
+    _compress_kv_out,
+    ops.no_results,
+)
+_DECOMPRESS = ops.define(
+    f"decompress({arguments.schema('cache')}, str role, SymInt tokens, SymInt head_dim) -> Tensor",
+    _decompress_op,
+    _decompress_fake,
+)

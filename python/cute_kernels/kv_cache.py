@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from cute_kernels._cache import checks as cache_checks
 from cute_kernels._cache import ops as cache_ops
 from cute_kernels._cache.config import config
 from cute_kernels._cache.rows import CacheRows
-from cute_kernels._runtime import checks, ops
+from cute_kernels._runtime import checks, gradients, ops
 from cute_kernels._runtime.backends import check_name
 from cute_kernels.rules import Rule
 
@@ -247,11 +248,21 @@ class KVCache(CacheRows):
         out: where to put the result, contiguous and apart from q; default: a new tensor.
         backend: as for `sparse_attention`; "reference" reads lengths on the host.
 
-        Returns (B, Hq, Sq, D) of q's dtype. A query that sees no token gives zeros and an lse of -inf.
+        Returns (B, Hq, Sq, D) of q's dtype. A query that sees no token gives zeros and an lse of -inf. Results have no
+        gradient: a backward pass through them raises RuntimeError.
 
         Raises TypeError for a wrong class or dtype, ValueError for a wrong shape, device, stride or range, RuntimeError
         if the backend cannot serve the call; all before anything is launched.
         """
+        if gradients.wanted(q):
+            keywords: dict[str, Any] = {
+                "scale": scale,
+                "causal": causal,
+                "return_lse": return_lse,
+                "sequences": sequences,
+                "backend": backend,
+            }
+            return gradients.without_gradient("KVCache.attend", lambda q: self.attend(q, **keywords), q, out=out)
         core = self._core
         cache_checks.queries(core.config, q)
         scale = core.scale(scale)
@@ -272,7 +283,7 @@ class KVCache(CacheRows):
             for `append` and `attend`.
         scale, backend: as for `attend`.
 
-        Returns (B, Hq, n, D) of q's dtype.
+        Returns (B, Hq, n, D) of q's dtype, which has no gradient, as for `attend`.
 
         Raises what `append` and `attend` raise, before anything changes.
         """

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_kernels._runtime import checks, ops, reference
+from cute_kernels._runtime import checks, gradients, ops, reference
 from cute_kernels._runtime.backends import check_name, resolve
 from cute_kernels._runtime.extension import _C, DTYPE_CODES
 from cute_kernels._runtime.launching import launch
@@ -36,11 +36,15 @@ def sparse_qk(
     backend: "auto" takes "cpu" on the CPU and on a GPU the kernels of its compute capability, "sm80" (8.x) or
         "sm90" (9.0, where "sm80" runs too). "reference" is plain torch. A backend that cannot serve the call raises.
 
-    Returns (B, Hq, Sq, T) of out_dtype.
+    Returns (B, Hq, Sq, T) of out_dtype. It has no gradient: a backward pass through it raises RuntimeError.
 
     Raises TypeError for a wrong class or dtype, ValueError for a wrong shape, device, stride or range, RuntimeError if
     the backend cannot serve the call; all before anything is launched.
     """
+    if gradients.wanted(q):
+        return gradients.without_gradient(
+            "sparse_qk", lambda q: sparse_qk(q, k, scale=scale, out_dtype=out_dtype, backend=backend), q, out=out
+        )
     keys = storage_of(k, "k", "key")
     _, _, tokens, head_dim = keys.shape
     shape = (*query_side(q, "q", keys, "k", head_dim, "D", (keys.dtype,), " like k"), tokens)
@@ -68,11 +72,14 @@ def sparse_av(p: Tensor, v: SparseKV, *, out: Tensor | None = None, backend: str
     backend: "auto" takes "cpu" on the CPU and on a GPU the kernels of its compute capability, "sm80" (8.x) or
         "sm90" (9.0, where "sm80" runs too). "reference" is plain torch. A backend that cannot serve the call raises.
 
-    Returns (B, Hq, Sq, D) of v's dtype, accumulated in float32; zeros if T is 0.
+    Returns (B, Hq, Sq, D) of v's dtype, accumulated in float32; zeros if T is 0. It has no gradient: a backward pass
+    through it raises RuntimeError.
 
     Raises TypeError for a wrong class or dtype, ValueError for a wrong shape, device, stride or range, RuntimeError if
     the backend cannot serve the call; all before anything is launched.
     """
+    if gradients.wanted(p):
+        return gradients.without_gradient("sparse_av", lambda p: sparse_av(p, v, backend=backend), p, out=out)
     values = storage_of(v, "v", "value")
     _, _, tokens, head_dim = values.shape
     shape = (*query_side(p, "p", values, "v", tokens, "T", checks.PRODUCT_DTYPES), head_dim)

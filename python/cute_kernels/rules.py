@@ -223,10 +223,10 @@ class Random(Rule):
     per_token = True
 
     def __init__(self, seed: int = 0) -> None:
-        self._generator = torch.Generator().manual_seed(checks.integer(seed, "seed"))
+        self._generator = torch.Generator("cpu").manual_seed(checks.integer(seed, "seed"))
 
     def mask(self, x: Tensor, kept: int, role: str | None) -> Tensor:
-        return largest(torch.rand(x.shape, generator=self._generator).to(x.device), kept, 3)
+        return largest(torch.rand(x.shape, generator=self._generator, device="cpu").to(x.device), kept, 3)
 
 
 RULES: dict[str, type[Rule]] = {

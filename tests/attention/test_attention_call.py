@@ -61,6 +61,7 @@ def other_ways_to_lie(x: Tensor) -> list[Tensor]:
     ]
 
 
+@torch.no_grad()
 def test_any_call_after_any_other(backend, rng, known):
     """The same bits as from caches of which nothing is known."""
     k, v = caches(backend.device)

@@ -46,7 +46,7 @@ def step(cache: ck.KVCache, k: Tensor, v: Tensor, q: Tensor) -> tuple[Tensor, ..
     cache.append(v.transpose(0, 1).contiguous().transpose(0, 1), k * 3)
     second, lse = cache.attend(q, return_lse=True, causal=False, scale=0.2)
     out = torch.empty_like(q)
-    cache.attend(q, out=out, sequences=[1, 0])
+    cache.attend(q.detach(), out=out, sequences=[1, 0])
     return first + 1, second, lse, out * 2
 
 

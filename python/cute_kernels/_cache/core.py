@@ -18,7 +18,7 @@ from cute_kernels._cache.reference import attend_reference
 from cute_kernels._cache.sequences import TILE
 from cute_kernels._cache.step import DecodingStep
 from cute_kernels._cache.storage import CacheStorage, runs
-from cute_kernels._runtime import checks, ops
+from cute_kernels._runtime import checks, gradients, ops
 from cute_kernels._runtime.backends import check_name, resolve
 
 
@@ -26,6 +26,11 @@ class CacheCore:
     """Arguments `sequences`: rows in use, each for one row of the tensors; None: 0, 1, ..."""
 
     def __init__(self, made_for: CacheConfig) -> None:
+        if ops.recorded():
+            raise RuntimeError(
+                "a KVCache holds memory: make it outside of compiled and traced functions, FakeTensorMode and "
+                "torch.func.functionalize"
+            )
         self.config = made_for
         self.table = made_for.table()
         with torch.inference_mode(False):  # tensors made in it could not be written to outside of it
@@ -83,13 +88,18 @@ class CacheCore:
         return self._on_gpu and torch.cuda.is_current_stream_capturing()
 
     def outside_capture(self, what: str) -> None:
-        """RuntimeError in a capture."""
+        """RuntimeError in a capture, and where calls are recorded otherwise or run without data."""
         if self.capturing():
             raise RuntimeError(f"{what} cannot be captured in a CUDA graph")
+        if ops.recorded():
+            raise RuntimeError(
+                f"{what} cannot be part of a compiled or traced function, nor run under FakeTensorMode or "
+                "torch.func.functionalize: append, attend and step can"
+            )
 
     def refresh(self, what: str) -> None:
-        """Reads the lengths from the device, where graphs may have changed them. RuntimeError in a capture, and for
-        tokens that replays left out."""
+        """Reads the lengths from the device, where graphs may have changed them. RuntimeError in a capture or another
+        recording, and for tokens that replays left out."""
         self.outside_capture(what)
         if not self.captured:
             return
@@ -191,6 +201,12 @@ class CacheCore:
 
         Returns (B, Hq, n, D); tokens_first: (B, n, Hq, D), contiguous for n = 1.
         """
+        if gradients.wanted(q, k, v):
+
+            def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                return self.step(q, k, v, scale, backend, tokens_first=tokens_first)
+
+            return gradients.without_gradient("KVCache.step", call, q, k, v)
         known = self.known_step if ops.unobserved() else None
         if (
             known is not None

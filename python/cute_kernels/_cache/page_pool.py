@@ -23,7 +23,7 @@ from cute_kernels._attention.problem import pack_window
 from cute_kernels._cache.slot_rows import SlotRows
 from cute_kernels._runtime import checks
 from cute_kernels._runtime.extension import _C, CODEC_CODES, DTYPE_CODES, ROLE_CODES, own_codec
-from cute_kernels._runtime.launching import compression_kernels, launch
+from cute_kernels._runtime.launching import address, compression_kernels, launch
 
 TILE_TOKENS: int = _C.format.TILE_TOKENS
 MAX_APPEND = TILE_TOKENS  # tokens that one call of `append` takes
@@ -141,7 +141,7 @@ class Pool(_Tensors):
 
     @cached_property
     def value_view(self) -> _C.SparseView:
-        before = self.key_rows.data_ptr()
+        before = address(self.key_rows)
         return self._view("value", self.value_rows, self.value_channels, self.slot_rows.values, rows_before=before)
 
     @cached_property
@@ -151,16 +151,16 @@ class Pool(_Tensors):
             self.value_view,
             self.key_keep,
             self.value_keep,
-            self.dropped.data_ptr(),
-            self.error.data_ptr(),
+            address(self.dropped),
+            address(self.error),
         )
 
     def _view(self, role: str, rows: Tensor, channels: Tensor, most_rows: int, rows_before: int) -> _C.SparseView:
         return _C.SparseView.paged(
-            self.blocks.data_ptr(),
-            rows.data_ptr(),
-            self.token_order.data_ptr(),
-            channels.data_ptr(),
+            address(self.blocks),
+            address(rows),
+            address(self.token_order),
+            address(channels),
             ROLE_CODES[role],
             DTYPE_CODES[self.dtype],
             CODEC_CODES[own_codec(self.dtype)],
@@ -168,7 +168,7 @@ class Pool(_Tensors):
             self.kv_heads,
             self.head_dim,
             most_rows,
-            self.page_table.data_ptr(),
+            address(self.page_table),
             self.page_table.shape[1],
             self.tiles_per_page,
             self.slot_rows.both,
@@ -209,10 +209,10 @@ class Windows(_Tensors):
     @cached_property
     def kernel_windows(self) -> _C.cuda.Windows:
         return _C.cuda.Windows(
-            self.keys.data_ptr(),
-            self.values.data_ptr(),
-            self.lengths.data_ptr(),
-            self.arrivals.data_ptr(),
+            address(self.keys),
+            address(self.values),
+            address(self.lengths),
+            address(self.arrivals),
             self.capacity,
             self.recent,
         )
@@ -247,8 +247,8 @@ def store(
     kernels = compression_kernels(pool.device)
     k, v = checks.plain(k), checks.plain(v)
     arguments = (
-        *(pool.kernel_pool, k.data_ptr(), k.stride()[:3], v.data_ptr(), v.stride()[:3], rows, tokens),
-        *(sequences.data_ptr(), first_tiles.data_ptr(), _NEW_ORDER[new_order]),
+        *(pool.kernel_pool, address(k), k.stride()[:3], address(v), v.stride()[:3], rows, tokens),
+        *(address(sequences), address(first_tiles), _NEW_ORDER[new_order]),
     )
     with kernels.launch() as stream:
         if pool.device.type == "cpu":
@@ -257,7 +257,7 @@ def store(
         part = _tiles_at_a_time(pool, k)
         size = kernels.module.store_scratch_bytes(pool.kernel_pool, rows, part)
         scratch = torch.empty(size, dtype=torch.uint8, device=pool.device)
-        kernels.module.store(*arguments, part, scratch.data_ptr(), stream)
+        kernels.module.store(*arguments, part, address(scratch), stream)
 
 
 def append(
@@ -326,7 +326,7 @@ def load(pool: Pool, sequence: int, first_tile: int, tiles: int) -> tuple[Tensor
     if k.numel():
         kernels = compression_kernels(pool.device)
         with kernels.launch() as stream:
-            kernels.module.load(pool.kernel_pool, sequence, first_tile, tiles, k.data_ptr(), v.data_ptr(), stream)
+            kernels.module.load(pool.kernel_pool, sequence, first_tile, tiles, address(k), address(v), stream)
     return k, v
 
 
@@ -356,7 +356,7 @@ def _append_to_one(pool: Pool, windows: Windows, lengths: Tensor, k: Tensor, v: 
     if not stores:
         return
     oldest = slice(sequence, sequence + 1), slice(None), slice(0, TILE_TOKENS)
-    indices = torch.tensor([[sequence], [tile]], dtype=torch.int32)
+    indices = torch.tensor([[sequence], [tile]], dtype=torch.int32, device="cpu")
     store(pool, windows.keys[oldest], windows.values[oldest], indices[0], indices[1])
     for window in (windows.keys[sequence], windows.values[sequence]):
         window[:, : total - TILE_TOKENS] = window[:, TILE_TOKENS:total].clone()

@@ -250,5 +250,5 @@ class CacheStorage:
 
     def _send(self, values: Sequence[int] | list[list[int]], dtype: torch.dtype) -> Tensor:
         if self.device.type == "cpu":
-            return torch.tensor(values, dtype=dtype)
-        return torch.tensor(values, dtype=dtype, pin_memory=True).to(self.device, non_blocking=True)
+            return torch.tensor(values, dtype=dtype, device="cpu")
+        return torch.tensor(values, dtype=dtype, device="cpu", pin_memory=True).to(self.device, non_blocking=True)

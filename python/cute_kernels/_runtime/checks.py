@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_kernels._runtime.extension import _C, ROLE_CODES
+from cute_kernels._runtime.extension import HEAD_DIMS, LARGEST_HEAD_DIM, ROLE_CODES
 
 CACHE_DTYPES = (torch.float16, torch.bfloat16)
 PRODUCT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -68,15 +68,16 @@ def dense_cache(x: Any, name: str) -> Tensor:
 
 
 def plain(value: Tensor) -> Tensor:
-    """The same tensor without a pending negation, which kernels would not see."""
-    return value.resolve_neg() if value.is_neg() else value
+    """The same tensor without a pending negation, which kernels would not see. A compiler cannot trace that: there the
+    operation sees to it when it runs."""
+    return value.resolve_neg() if not torch.compiler.is_compiling() and value.is_neg() else value
 
 
 def head_dim(value: int, name: str, shape: Sequence[int]) -> None:
-    largest = max(_C.format.HEAD_DIMS)
-    if not 0 < value <= largest or _C.format.padded_head_dim(value) == 0:
+    if value not in HEAD_DIMS:
         raise ValueError(
-            f"{name} must have a head dim D that is a multiple of 8, from 8 to {largest}, got {value} in shape {shape}"
+            f"{name} must have a head dim D that is a multiple of 8, from 8 to {LARGEST_HEAD_DIM}, got {value} in "
+            f"shape {shape}"
         )
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 
 try:
@@ -19,19 +17,37 @@ DTYPE_CODES: dict[torch.dtype, int] = {getattr(torch, name): code for name, code
 CODEC_CODES: dict[str, int] = _C.format.CODECS
 TILE_FORMATS: tuple[str, ...] = tuple(_C.format.TILE_FORMATS)
 
+# Tables rather than calls of the extension: checks of arguments read them, and a compiler cannot follow such a call.
+LARGEST_HEAD_DIM: int = max(_C.format.HEAD_DIMS)
+HEAD_DIMS = tuple(d for d in range(1, LARGEST_HEAD_DIM + 1) if _C.format.padded_head_dim(d))
+
 _CODEC_NAMES = {code: name for name, code in CODEC_CODES.items()}
+_CODEC_DTYPES = {dtype: DTYPE_CODES[dtype] for dtype in (torch.float16, torch.bfloat16)}
+_OWN_CODECS = {dtype: _CODEC_NAMES[_C.format.own_codec(code)] for dtype, code in _CODEC_DTYPES.items()}
+_CODECS = {
+    dtype: tuple(name for name, codec in CODEC_CODES.items() if _C.format.stores(codec, code))
+    for dtype, code in _CODEC_DTYPES.items()
+}
 
 
-@cache
 def own_codec(dtype: torch.dtype) -> str:
     """The codec that stores float16 or bfloat16 values as they are."""
-    return _CODEC_NAMES[_C.format.own_codec(DTYPE_CODES[dtype])]
+    return _OWN_CODECS[dtype]
 
 
-@cache
 def codecs_of(dtype: torch.dtype) -> tuple[str, ...]:
     """The codecs that store values of this dtype."""
-    return tuple(name for name, code in CODEC_CODES.items() if _C.format.stores(code, DTYPE_CODES[dtype]))
+    return _CODECS[dtype]
 
 
-__all__ = ["CODEC_CODES", "DTYPE_CODES", "ROLE_CODES", "TILE_FORMATS", "_C", "codecs_of", "own_codec"]
+__all__ = [
+    "CODEC_CODES",
+    "DTYPE_CODES",
+    "HEAD_DIMS",
+    "LARGEST_HEAD_DIM",
+    "ROLE_CODES",
+    "TILE_FORMATS",
+    "_C",
+    "codecs_of",
+    "own_codec",
+]

@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from cute_kernels._runtime.backends import missing_kernels
 from cute_kernels._runtime.extension import _C
@@ -27,6 +28,17 @@ def launch(function: Callable[..., _Result], device: torch.device, *arguments: o
         return function(*arguments, stream)
     with torch.cuda.device(device):
         return function(*arguments, stream)
+
+
+def address(tensor: Tensor) -> int:
+    """The tensor's data pointer. RuntimeError for a tensor that has elements but no data, as under FakeTensorMode."""
+    pointer = tensor.data_ptr()
+    if pointer == 0 and tensor.numel():
+        raise RuntimeError(
+            "kernels need tensors with data, and this call met one without: under FakeTensorMode, a transform of "
+            "torch.func or a tracer, only what torch.ops.cute_kernels offers can be called"
+        )
+    return pointer
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _is_tracing, _len_torch_dispatch_stack
-from torch._C._functorch import peek_interpreter_stack
+from torch._C import _get_dispatch_mode, _is_tracing, _len_torch_dispatch_stack, _TorchDispatchModeKey
+from torch._C._functorch import TransformType, peek_interpreter_stack
 from torch.autograd import profiler
 from torch.compiler import is_compiling
 
 NAMESPACE = "cute_kernels"
 
+_RECORDING = (_TorchDispatchModeKey.PROXY, _TorchDispatchModeKey.FAKE, _TorchDispatchModeKey.FUNCTIONAL)
 _PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
 _LIBRARY = torch.library.Library(NAMESPACE, "DEF")  # operations live as long as this does
 
@@ -30,7 +31,8 @@ def define(schema: str, implementation: Callable[..., Any], fake: Callable[..., 
     """Registers an operation for CPU and CUDA tensors; returns what calls it.
 
     schema: as torch.library writes it, without the namespace. fake: makes results of the right shapes, dtypes and
-    devices from tensors without data.
+    devices from tensors without data. What is returned raises RuntimeError in torch.jit.trace if the operation writes
+    to arguments: a trace loses such writes.
     """
     name = schema[: schema.index("(")]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -38,11 +40,34 @@ def define(schema: str, implementation: Callable[..., Any], fake: Callable[..., 
         _LIBRARY.impl(name, implementation, key)
     _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")  # results never require a gradient
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
-    return getattr(getattr(torch.ops, NAMESPACE), name).default
+    operation = getattr(getattr(torch.ops, NAMESPACE), name).default
+    if "!" not in schema:
+        return operation
+
+    def writing(*arguments: Any) -> Any:
+        if not is_compiling() and _is_tracing():
+            raise RuntimeError(
+                f"{name} writes to its arguments, which torch.jit.trace loses: use torch.export or compile"
+            )
+        return operation(*arguments)
+
+    return writing
 
 
 def no_results(*_: Any) -> None:
     """The fake of an operation that only writes to its arguments."""
+
+
+def recorded() -> bool:
+    """Whether calls are recorded to run again later, or run on tensors without data: by torch.compile, torch.jit.trace,
+    make_fx, FakeTensorMode or torch.func.functionalize. What is no operation has to be refused there."""
+    interpreter = peek_interpreter_stack()
+    return (
+        is_compiling()
+        or _is_tracing()
+        or any(_get_dispatch_mode(mode) is not None for mode in _RECORDING)
+        or (interpreter is not None and interpreter.key() == TransformType.Functionalize)
+    )
 
 
 def eager(*tensors: Tensor | None) -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels._runtime.extension import _C, own_codec
-from cute_kernels._runtime.launching import Kernels, compression_kernels
+from cute_kernels._runtime.launching import Kernels, address, compression_kernels
 from cute_kernels._storage import steps, tile_reader
 from cute_kernels._storage.storage import Storage
 from cute_kernels._storage.validation import MAX_ROWS
@@ -108,17 +108,17 @@ def _plan(kernels: Kernels, caches: list[Cache], totals: Tensor, stream: int) ->
         parts.append(_Parts(masks, row_offsets, token_order, channel_order, cache_totals))
     first, second = parts[0], parts[1] if len(parts) > 1 else None
     kernels.module.balance(
-        first.masks.data_ptr(),
-        first.channel_order.data_ptr(),
-        second.masks.data_ptr() if second else 0,
-        second.channel_order.data_ptr() if second else 0,
+        address(first.masks),
+        address(first.channel_order),
+        address(second.masks) if second else 0,
+        address(second.channel_order) if second else 0,
         batch,
         kv_heads,
         tokens,
         head_dim,
-        token_order.data_ptr(),
-        longest[0].data_ptr(),
-        longest[1].data_ptr() if second else 0,
+        address(token_order),
+        address(longest[0]),
+        address(longest[1]) if second else 0,
         stream,
     )
     for cache, part, streams, count in zip(caches, parts, longest, counts):
@@ -181,7 +181,7 @@ class _Totals:
         if totals.device.type == "cpu":
             self._values = totals
             return
-        self._values = torch.empty(totals.shape, dtype=totals.dtype, pin_memory=True)
+        self._values = torch.empty(totals.shape, dtype=totals.dtype, device="cpu", pin_memory=True)
         self._values.copy_(totals, non_blocking=True)
         self._arrived = torch.cuda.Event()
         self._arrived.record(torch.cuda.current_stream(totals.device))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels._runtime.extension import _C, CODEC_CODES, DTYPE_CODES
-from cute_kernels._runtime.launching import Kernels
+from cute_kernels._runtime.launching import Kernels, address
 from cute_kernels._storage.tile_reader import tiles_per_head
 from cute_kernels._storage.validation import MAX_ROWS
 
@@ -61,9 +61,7 @@ def empty_tensors(shape: Sequence[int], kept: int, codec: str, device: torch.dev
 def pruned(kernels: Kernels, x: Tensor, kept: int, stream: int) -> Tensor:
     """A contiguous copy of x with the `kept` largest elements of every token; 0: every nonzero. The rest is +0."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    kernels.module.select(
-        x.data_ptr(), x.stride()[:3], *x.shape, DTYPE_CODES[x.dtype], kept, 0, 0, out.data_ptr(), stream
-    )
+    kernels.module.select(address(x), x.stride()[:3], *x.shape, DTYPE_CODES[x.dtype], kept, 0, 0, address(out), stream)
     return out
 
 
@@ -71,7 +69,7 @@ def quantized(kernels: Kernels, x: Tensor, codec: str, stream: int) -> Tensor:
     """A contiguous copy of x with every element as the codec gives it back."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     codes = DTYPE_CODES[x.dtype], CODEC_CODES[codec]
-    kernels.module.quantize(x.data_ptr(), x.stride()[:3], *x.shape, *codes, out.data_ptr(), stream)
+    kernels.module.quantize(address(x), x.stride()[:3], *x.shape, *codes, address(out), stream)
     return out
 
 
@@ -83,13 +81,13 @@ def select(kernels: Kernels, x: Tensor, kept: int, stream: int) -> tuple[Tensor,
     masks = torch.empty(heads * tiles_per_head(tokens) * tile_words, dtype=torch.int32, device=x.device)
     counts = torch.empty(heads, padded, dtype=torch.int32, device=x.device)
     kernels.module.select(
-        x.data_ptr(),
+        address(x),
         x.stride()[:3],
         *x.shape,
         DTYPE_CODES[x.dtype],
         kept,
-        masks.data_ptr(),
-        counts.data_ptr(),
+        address(masks),
+        address(counts),
         0,
         stream,
     )
@@ -103,7 +101,7 @@ def deal(kernels: Kernels, counts: Tensor, head_dim: int, channel_order: Tensor,
     """
     heads, channels = counts.shape
     if kernels.device.type == "cuda":
-        kernels.module.deal(counts.data_ptr(), heads, head_dim, channel_order.data_ptr(), stream)
+        kernels.module.deal(address(counts), heads, head_dim, address(channel_order), stream)
         return
     classes = _C.format.CLASSES
     densest_first = counts.argsort(dim=1, descending=True, stable=True).to(torch.uint8)
@@ -125,13 +123,13 @@ def offsets(
     """Where tiles begin, and TOTALS, from the longest value stream of every tile."""
     if kernels.device.type == "cuda":
         kernels.module.offsets(
-            longest.data_ptr(),
+            address(longest),
             longest.numel(),
-            counts.data_ptr(),
+            address(counts),
             counts.shape[0],
             head_dim,
-            row_offsets.data_ptr(),
-            totals.data_ptr(),
+            address(row_offsets),
+            address(totals),
             stream,
         )
         return
@@ -155,8 +153,6 @@ def pack(
 ) -> None:
     """Writes the blocks; on a GPU, where the total is not known here, only if they fit into `capacity` rows."""
     if kernels.device.type == "cuda":
-        kernels.module.pack(
-            x.data_ptr(), x.stride()[:3], masks.data_ptr(), kept, totals.data_ptr(), capacity, view, stream
-        )
+        kernels.module.pack(address(x), x.stride()[:3], address(masks), kept, address(totals), capacity, view, stream)
     else:
-        kernels.module.pack(x.data_ptr(), x.stride()[:3], masks.data_ptr(), view, stream)
+        kernels.module.pack(address(x), x.stride()[:3], address(masks), view, stream)

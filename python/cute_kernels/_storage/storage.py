@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels._runtime.extension import _C, CODEC_CODES, DTYPE_CODES, ROLE_CODES, own_codec
+from cute_kernels._runtime.launching import address
 
 TENSORS = ("blocks", "row_offsets", "token_order", "channel_order")
 TILE_FORMAT = "bitmap"  # of every storage: one of TILE_FORMATS
@@ -88,10 +89,10 @@ class Storage:
         if self._stays and self._view is not None:
             return self._view
         addresses = (
-            self.blocks.data_ptr(),
-            self.row_offsets.data_ptr(),
-            self.token_order.data_ptr(),
-            self.channel_order.data_ptr(),
+            address(self.blocks),
+            address(self.row_offsets),
+            address(self.token_order),
+            address(self.channel_order),
         )
         if self._view is None or addresses != self._addresses:
             batch, kv_heads, tokens, head_dim = self.shape

@@ -12,6 +12,7 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from cute_kernels._runtime.extension import _C, CODEC_CODES, DTYPE_CODES, ROLE_CODES
 from cute_kernels._storage.storage import Storage
@@ -36,9 +37,12 @@ class TileLayout:
 
 
 @lru_cache(maxsize=64)
+@_disable_current_modes()  # tables that stay: they must not be a FakeTensorMode's
 def tile_layout(role: str, padded_head_dim: int, device: torch.device) -> TileLayout:
     lanes = _C.format.LANES
-    position = torch.tensor(_C.format.element_table(ROLE_CODES[role], padded_head_dim)).view(lanes, -1).t()
+    position = (
+        torch.tensor(_C.format.element_table(ROLE_CODES[role], padded_head_dim), device="cpu").view(lanes, -1).t()
+    )
     elements = position.shape[0]
     return TileLayout(
         word=torch.arange(elements, device=device) // _C.format.WORD_ELEMENTS,
@@ -64,11 +68,12 @@ class ValueLayout:
 
 
 @lru_cache(maxsize=64)
+@_disable_current_modes()
 def value_layout(codec: str, dtype: torch.dtype, device: torch.device) -> ValueLayout:
     code = CODEC_CODES[codec]
     per_row = _C.format.values_per_row(code)
     decoded = _C.format.decode_table(code, DTYPE_CODES[dtype])
-    table = torch.tensor(decoded, dtype=torch.int32).to(torch.int16).to(device) if decoded else None
+    table = torch.tensor(decoded, dtype=torch.int32, device="cpu").to(torch.int16).to(device) if decoded else None
     return ValueLayout(per_row, _HALF_BITS // per_row, table)
 
 

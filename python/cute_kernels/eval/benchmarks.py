@@ -130,7 +130,7 @@ class Predictor:
             messages = [{"role": "user", "content": prompt}]
             text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
             ids = self._tokenizer(text, add_special_tokens=False).input_ids
-        return torch.tensor(ids, dtype=torch.long)
+        return torch.tensor(ids, dtype=torch.long, device="cpu")
 
 
 def evaluate(

@@ -95,7 +95,7 @@ class Evaluation:
     @cached_property
     def _text(self) -> torch.Tensor:
         text = self.args.text.read_text(encoding="utf-8")
-        return torch.tensor(self.tokenizer(text, add_special_tokens=False).input_ids, dtype=torch.long)
+        return torch.tensor(self.tokenizer(text, add_special_tokens=False).input_ids, dtype=torch.long, device="cpu")
 
     def _perplexity(self, setting: Setting, make_cache: models.CacheMaker) -> tuple[float, int]:
         args = self.args

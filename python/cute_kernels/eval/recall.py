@@ -77,11 +77,11 @@ def accuracy(
 
 
 def _ids(tokenizer: Any, text: str) -> Tensor:
-    return torch.tensor(tokenizer(text, add_special_tokens=False).input_ids, dtype=torch.long)
+    return torch.tensor(tokenizer(text, add_special_tokens=False).input_ids, dtype=torch.long, device="cpu")
 
 
 def _begun(tokenizer: Any, ids: Tensor) -> Tensor:
     """With the token that texts begin with, where the tokenizer has one."""
     if tokenizer.bos_token_id is None:
         return ids
-    return torch.cat([torch.tensor([tokenizer.bos_token_id]), ids])
+    return torch.cat([torch.tensor([tokenizer.bos_token_id], device="cpu"), ids])

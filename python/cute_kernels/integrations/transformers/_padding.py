@@ -60,7 +60,7 @@ def arrive(valid: Tensor | None, mask: Tensor | None, seen: int, new: int) -> Co
         as_expected &= (mask[:, :known] == valid).all()
     if as_expected:
         return Columns(seen, new, None, None, valid)
-    before = torch.ones(mask.shape[0], seen, dtype=torch.bool)
+    before = torch.ones(mask.shape[0], seen, dtype=torch.bool, device="cpu")
     if valid is not None:
         before[:, :known] = valid.cpu()
     on_host = mask.cpu()
