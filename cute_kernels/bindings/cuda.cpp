@@ -13,6 +13,7 @@
 #include "cute_kernels/compress/compress.hpp"
 #include "cute_kernels/compress/pages.hpp"
 #include "cute_kernels/dispatch/products.hpp"
+#include "cute_kernels/reduce/merge_states.hpp"
 
 namespace py = pybind11;
 
@@ -148,6 +149,13 @@ void sparse_av(format::SparseView const& view, uintptr_t p, Strides const& p_str
   dispatch::run(product, std::ref(scratch), backend, make_tuning(stages_ahead), stream_of(stream));
 }
 
+void merge_states(uintptr_t outs, uintptr_t lses, uintptr_t out, uintptr_t lse, int states, int64_t rows, int head_dim,
+                  int dtype, uintptr_t stream) {
+  reduce::merge_states({to_pointer<void>(outs), to_pointer<float>(lses), to_pointer<void>(out), to_pointer<float>(lse),
+                        states, rows, head_dim, static_cast<DType>(dtype)},
+                       stream_of(stream));
+}
+
 }  // namespace
 
 void bind_cuda(py::module_& m) {
@@ -174,6 +182,8 @@ void bind_cuda(py::module_& m) {
            "out_dtype"_a, "backend"_a, "stages_ahead"_a, "stream"_a);
   cuda.def("sparse_av", &sparse_av, "view"_a, "p"_a, "p_strides"_a, "p_dtype"_a, "q_heads"_a, "q_tokens"_a, "out"_a,
            "new_empty"_a, "backend"_a, "stages_ahead"_a, "stream"_a);
+  cuda.def("merge_states", &merge_states, "outs"_a, "lses"_a, "out"_a, "lse"_a, "states"_a, "rows"_a, "head_dim"_a,
+           "dtype"_a, "stream"_a);
 }
 
 }  // namespace cute_kernels::bindings

@@ -315,6 +315,10 @@ class cuda:
         stream: int,
     ) -> None: ...
     @staticmethod
+    def merge_states(
+        outs: int, lses: int, out: int, lse: int, states: int, rows: int, head_dim: int, dtype: int, stream: int
+    ) -> None: ...
+    @staticmethod
     def attention(
         problem: AttentionProblem,
         q: int,

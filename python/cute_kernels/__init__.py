@@ -25,6 +25,7 @@ from cute_kernels._runtime.backends import backends
 from cute_kernels.attention import sparse_attention
 from cute_kernels.compression import compress, compress_kv, decompress, prune
 from cute_kernels.kv_cache import KVCache
+from cute_kernels.merging import merge_states
 from cute_kernels.products import sparse_av, sparse_qk
 from cute_kernels.sparse_kv import SparseKV
 
@@ -37,6 +38,7 @@ __all__ = [
     "compress",
     "compress_kv",
     "decompress",
+    "merge_states",
     "mustafar",
     "prune",
     "rules",

@@ -20,7 +20,7 @@ PYTHON_LAYERS = (
     {"_storage"},
     {"_attention"},
     {"sparse_kv", "rules"},
-    {"compression", "products", "attention", "mustafar"},
+    {"compression", "products", "attention", "merging", "mustafar"},
     {"_cache"},
     {"kv_cache"},
     {""},  # the package itself: its public names

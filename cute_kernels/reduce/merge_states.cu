@@ -1,0 +1,86 @@
+// One pass over the outputs; every thread merges 16 bytes of a row. Bound by memory: (states + 1) outputs.
+#include <cutlass/bfloat16.h>
+#include <cutlass/half.h>
+
+#include <cmath>
+#include <cute/config.hpp>
+#include <stdexcept>
+#include <string>
+
+#include "cute_kernels/common/error.hpp"
+#include "cute_kernels/reduce/merge_states.hpp"
+
+namespace cute_kernels::reduce {
+namespace {
+
+constexpr int kThreads = 256, kBytes = 16;
+constexpr int kLoadsAtOnce = 4;  // outputs that a thread loads before it adds them
+
+template <class Element>
+__global__ void __launch_bounds__(kThreads) merge(CUTE_GRID_CONSTANT States const params, int vectors_of_row) {
+  constexpr int kElements = kBytes / sizeof(Element);
+  constexpr float kLog2e = 1.44269504088896f, kLn2 = 0.693147180559945f;
+  int64_t index = int64_t{blockIdx.x} * kThreads + threadIdx.x, row = index / vectors_of_row;
+  if (row >= params.rows) return;
+  int64_t vectors = params.rows * vectors_of_row;  // of a state
+  float const* lses = params.lses + row;
+  auto const* outs = static_cast<uint4 const*>(params.outs) + index;
+
+  float largest = -INFINITY;
+  for (int i = 0; i < params.states; ++i) largest = fmaxf(largest, __ldg(lses + i * params.rows));
+  float zero = largest == -INFINITY ? 0 : largest;  // -inf - -inf is no number
+
+  float weights = 0, sums[kElements] = {};
+  CUTE_NO_UNROLL
+  for (int first = 0; first < params.states; first += kLoadsAtOnce) {
+    float lse[kLoadsAtOnce];
+    uint4 loaded[kLoadsAtOnce];
+    CUTE_UNROLL
+    for (int i = 0; i < kLoadsAtOnce; ++i) {
+      lse[i] = first + i < params.states ? __ldg(lses + (first + i) * params.rows) : -INFINITY;
+      loaded[i] = lse[i] == -INFINITY ? make_uint4(0, 0, 0, 0) : __ldg(outs + (first + i) * vectors);
+    }
+    CUTE_UNROLL
+    for (int i = 0; i < kLoadsAtOnce; ++i) {
+      float weight = exp2f((lse[i] - zero) * kLog2e);
+      weights += weight;
+      auto const* elements = reinterpret_cast<Element const*>(&loaded[i]);
+      CUTE_UNROLL
+      for (int e = 0; e < kElements; ++e) sums[e] = fmaf(weight, static_cast<float>(elements[e]), sums[e]);
+    }
+  }
+
+  uint4 merged;
+  auto* elements = reinterpret_cast<Element*>(&merged);
+  float scale = largest == -INFINITY && weights == 0 ? 0.f : 1 / weights;  // NaN stays
+  CUTE_UNROLL
+  for (int e = 0; e < kElements; ++e) elements[e] = Element(sums[e] * scale);
+  static_cast<uint4*>(params.out)[index] = merged;
+  if (index % vectors_of_row == 0)
+    params.lse[row] = largest == -INFINITY ? largest + weights : zero + kLn2 * log2f(weights);
+}
+
+template <class Element>
+void launch(States const& states, cudaStream_t stream) {
+  int vectors_of_row = states.head_dim * static_cast<int>(sizeof(Element)) / kBytes;
+  int64_t blocks = (states.rows * vectors_of_row + kThreads - 1) / kThreads;
+  if (blocks > INT32_MAX) throw std::invalid_argument("merge_states: more rows than one launch takes");
+  merge<Element><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(states, vectors_of_row);
+  check_cuda(cudaGetLastError(), "launch of merge_states");
+}
+
+}  // namespace
+
+void merge_states(States const& states, cudaStream_t stream) {
+  switch (states.dtype) {
+    case DType::kFloat16:
+      return launch<cutlass::half_t>(states, stream);
+    case DType::kBFloat16:
+      return launch<cutlass::bfloat16_t>(states, stream);
+    case DType::kFloat32:
+      return launch<float>(states, stream);
+  }
+  throw std::invalid_argument(std::string("merge_states does not take ") + dtype_name(states.dtype));
+}
+
+}  // namespace cute_kernels::reduce

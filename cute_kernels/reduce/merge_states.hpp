@@ -1,0 +1,27 @@
+// Attention states of disjoint sets of tokens, merged: outputs weighted by their log-sum-exps.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "cute_kernels/common/dtype.hpp"
+
+namespace cute_kernels::reduce {
+
+// Contiguous: outs (states, rows, head_dim), lses (states, rows), out (rows, head_dim), lse (rows). lses are natural
+// logarithms; an output whose lse is -infinity is not read. head_dim is a multiple of 8, rows > 0, states > 0.
+struct States {
+  void const* outs;
+  float const* lses;
+  void* out;
+  float* lse;
+  int states;
+  int64_t rows;
+  int head_dim;
+  DType dtype;  // of outs and out
+};
+
+void merge_states(States const& states, cudaStream_t stream);
+
+}  // namespace cute_kernels::reduce
