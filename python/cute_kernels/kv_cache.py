@@ -11,7 +11,7 @@ from torch import Tensor
 from cute_kernels._cache import checks as cache_checks
 from cute_kernels._cache import ops as cache_ops
 from cute_kernels._cache.config import config
-from cute_kernels._cache.rows import CacheRows
+from cute_kernels._cache.rows import CacheRows, exclusive
 from cute_kernels._runtime import checks, gradients, ops
 from cute_kernels._runtime.backends import check_name
 from cute_kernels.rules import Rule
@@ -52,9 +52,16 @@ class KVCache(CacheRows):
     A cache belongs to one stream at a time: pages and windows are reused in the order of the calls, which only work
     that is queued on one stream follows. To change streams, make the new one wait for the old.
 
+    It is for one thread at a time: a method raises RuntimeError while a call from another thread, or the call that runs
+    a pruning rule, is under way. Threads that take turns hold a lock of their own around their calls.
+
+    A call that an exception ends, a rule's own, one of torch's or Ctrl-C at any point, has changed nothing, or has
+    emptied the sequences whose tokens it was moving at that moment: a RuntimeWarning names them. An interrupt may also
+    come when all is done: `lengths` tells.
+
     max_batch: sequences that it can hold at once.
     kv_heads, head_dim: Hkv, and D, a multiple of 8 up to 256. dtype: float16 or bfloat16.
-    capacity: tokens that one sequence can have.
+    capacity: tokens that one sequence can have, at most 2^31 - 129.
     pool_tokens: tokens that all sequences together have pages for; pool_bytes: the same in bytes. Default: enough for
         max_batch sequences of `capacity` tokens.
     sparsity, keep, key_keep, value_keep: what is kept of every token, as for `compress_kv`; with none of them every
@@ -66,7 +73,7 @@ class KVCache(CacheRows):
         the device, and such a cache cannot be captured in a CUDA graph.
     codec, key_codec, value_codec: how nonzeros are stored, as for `compress_kv`. A cache that grows stores them as they
         are: "fp16" for float16, "bf16" for bfloat16, or None.
-    window: newest tokens of a sequence that are always dense.
+    window: newest tokens of a sequence that are always dense; memory is taken for `capacity` of them at most.
     page_tokens: a multiple of 64.
     max_append: from 1 to 64, new tokens a sequence that `append` takes in one kernel; windows are made for them. More
         take several kernels. 1, enough for decoding, saves 63 dense tokens a sequence.
@@ -135,6 +142,7 @@ class KVCache(CacheRows):
     # ---- What it holds -----------------------------------------------------------------------------------------------
 
     @property
+    @exclusive
     def lengths(self) -> Tensor:
         """Tokens of every row, window included: (batch,) int32 on the device, a new tensor. 0 for rows not in use."""
         storage = self._core.storage
@@ -149,6 +157,7 @@ class KVCache(CacheRows):
         """Bytes of all memory that the cache holds: pages, used or not, windows, page table, lengths and orders."""
         return self._core.storage.nbytes
 
+    @exclusive
     def statistics(self) -> dict[str, int]:
         """What is used, and what slots of fixed size dropped. Waits for the device.
 
@@ -170,6 +179,7 @@ class KVCache(CacheRows):
             **core.storage.dropped(),
         }
 
+    @exclusive
     @torch.no_grad()
     def dense(self, sequence: int) -> tuple[Tensor, Tensor]:
         """K and V of one sequence, (Hkv, length, D) each: pruned where compressed, unchanged in the window."""
@@ -180,6 +190,7 @@ class KVCache(CacheRows):
 
     # ---- Tokens ------------------------------------------------------------------------------------------------------
 
+    @exclusive
     @torch.no_grad()
     def prefill(
         self,
@@ -208,7 +219,7 @@ class KVCache(CacheRows):
             held = core.table.rows[row].tokens
             if held:
                 raise ValueError(f"prefill takes empty sequences, sequence {row} holds {held} tokens: use append")
-        core.extend(k, v, rows, tokens)
+        core.extend("prefill", k, v, rows, tokens)
 
     def append(self, k: Tensor, v: Tensor, *, sequences: Sequence[int] | Tensor | None = None) -> None:
         """Adds n >= 1 tokens to every sequence, empty or not: a decoding step, a user's next turn, a chunk of a prompt.

@@ -65,7 +65,8 @@ def test_pages_that_were_asked_for_apart_stay_enough():
         ({"capacity": 99}, ValueError, "capacity must be at least 100, got 99"),
         ({"max_batch": 1}, ValueError, "max_batch must be at least 2, got 1"),
         ({"capacity": 2.5}, TypeError, "capacity must be an integer"),
-        ({"capacity": 2**62}, ValueError, "tiles"),
+        ({"capacity": 2**62}, ValueError, "capacity must be at most 2147483519"),
+        ({"capacity": 2**31 - 200}, ValueError, "tiles"),
     ],
     ids=str,
 )

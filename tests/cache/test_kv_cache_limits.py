@@ -79,6 +79,21 @@ def test_every_token_of_the_capacity_can_be_used(rng):
             cache.append(k[:, :, :1], v[:, :, :1])
 
 
+def test_a_window_takes_no_more_than_the_capacity(rng):
+    """Whatever it is asked to be; it has its size again where the capacity grows."""
+    small = make(window=64, capacity=64)
+    for window in (10**6, 2**63 - 1):
+        cache = make(window=window, capacity=64)
+        assert cache.nbytes() == small.nbytes() and cache.window == window
+        k, v = pair(2, 2, 300, 16)
+        cache.prefill(k[:, :, :60], v[:, :, :60])
+        cache.append(k[:, :, 60:64], v[:, :, 60:64])
+        cache.grow(capacity=300)
+        cache.append(k[:, :, 64:], v[:, :, 64:])
+        check(cache, 1, k[1], v[1])
+        assert cache.statistics()["pages_free"] == cache.statistics()["pages"]
+
+
 def test_reserved_pages_are_there(rng):
     cache = make(max_batch=2, pool_tokens=640)
     cache.append(*pair(1, 2, 1, 16))
@@ -110,7 +125,19 @@ def test_reserved_pages_are_there(rng):
         ({"page_tokens": 0}, ValueError, "page_tokens must be at least 64, got 0"),
         ({"pool_tokens": 64, "pool_bytes": 10**6}, ValueError, "pool_tokens and pool_bytes say the same thing"),
         ({"pool_tokens": 0}, ValueError, "pool_tokens must be at least 1"),
-        ({"max_batch": 2**20, "capacity": 2**20}, ValueError, "must not ask for more than 47721858 tiles"),
+        (
+            {"max_batch": 2**20, "capacity": 2**20},
+            ValueError,
+            "at most 47721858 tiles .* ask for .*: lower max_batch or capacity",
+        ),
+        ({"pool_tokens": 2**40}, ValueError, "at most 47721858 tiles .* ask for 34359738368: lower pool_tokens"),
+        ({"capacity": 2**31}, ValueError, "capacity must be at most 2147483519, got 2147483648"),
+        ({"window": 2**63}, ValueError, "window must be less than 2.*63, got 9223372036854775808"),
+        (
+            {"max_batch": 2**20, "kv_heads": 20, "head_dim": 256, "capacity": 2**31 - 200, "window": 2**63 - 1},
+            ValueError,
+            "ask for dense windows of .* bytes: lower window or capacity",
+        ),
         ({"device": "meta"}, ValueError, "device must be a cpu or cuda device, got meta"),
     ],
 )

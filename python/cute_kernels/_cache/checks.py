@@ -26,8 +26,10 @@ class Sizes(Protocol):
 
 def at_least(value: Any, name: str, least: int) -> int:
     number: int = checks.integer(value, name)
-    if not least <= number < 2**63:
+    if number < least:
         raise ValueError(f"{name} must be at least {least}, got {number}")
+    if number >= 2**63:
+        raise ValueError(f"{name} must be less than 2**63, got {number}")
     return number
 
 

@@ -18,6 +18,8 @@ from cute_kernels._runtime.launching import compression_kernels
 from cute_kernels._storage.checks import chosen_codec
 
 _MAX_ROWS = 2**31 - 1  # of all slots, as kernels count them
+_MAX_CAPACITY = 2**31 - 1 - 2 * TILE  # kernels count a sequence's tokens in int32, those of a full window among them
+_MAX_BYTES = 2**63 - 1  # of one tensor
 
 
 @dataclass(frozen=True)
@@ -45,12 +47,17 @@ class CacheConfig:
     def prunes_in_kernels(self) -> bool:
         return self.keys.in_kernels and self.values.in_kernels
 
+    @property
+    def recent(self) -> int:
+        """Tokens of a sequence that are always dense: no more than it can have."""
+        return min(self.window, self.capacity)
+
     def table(self) -> SequenceTable:
         return SequenceTable(
             self.max_batch,
             pages=self.pages,
             page_tokens=self.page_tokens,
-            recent=self.window,
+            recent=self.recent,
             capacity=self.capacity,
             pool_argument=self.pool_argument,
         )
@@ -89,7 +96,7 @@ def config(
         raise TypeError(f"dtype must be float16 or bfloat16, got {checks.dtype_name(dtype)}")
     for name, value in (("codec", codec), ("key_codec", key_codec), ("value_codec", value_codec)):
         stored_codec(value, name, dtype)
-    most = at_least(capacity, "capacity", 1)
+    most = _capacity(capacity, 1)
     both = checks.kept_elements(channels, sparsity, keep)
     kept_k = both if key_keep is None else checks.kept_elements(channels, None, key_keep, "key_keep")
     kept_v = both if value_keep is None else checks.kept_elements(channels, None, value_keep, "value_keep")
@@ -116,7 +123,10 @@ def config(
         argument, pages = "pool_tokens", -(-at_least(pool_tokens, "pool_tokens", 1) // page)
     else:
         argument, pages = "max_batch or capacity", batch * pages_per_sequence
-    _check_tiles(max(pages, batch * pages_per_sequence) * heads * (page // TILE), slot_rows, argument)
+    tiles_per_page = heads * (page // TILE)
+    _check_tiles(slot_rows, argument, pages * tiles_per_page)
+    _check_tiles(slot_rows, "max_batch or capacity", batch * pages_per_sequence * tiles_per_page)
+    _check_windows(batch * heads * (min(recent, most) + TILE - 1 + at_once) * channels * dtype.itemsize)
     target = checks.kernel_device(device)
     if target.type == "cuda" and target.index is None:
         target = torch.device("cuda", torch.cuda.current_device())
@@ -152,13 +162,23 @@ def stored_codec(codec: Any, name: str, dtype: torch.dtype) -> None:
 
 def grown(made_for: CacheConfig, capacity: Any, max_batch: Any) -> CacheConfig:
     """The same with more capacity or more sequences, and at least the pages for them."""
-    most = made_for.capacity if capacity is None else at_least(capacity, "capacity", made_for.capacity)
+    most = made_for.capacity if capacity is None else _capacity(capacity, made_for.capacity)
     batch = made_for.max_batch if max_batch is None else at_least(max_batch, "max_batch", made_for.max_batch)
     pages_per_sequence = _pages_per_sequence(most, made_for.window, made_for.page_tokens)
     pages = max(made_for.pages, batch * pages_per_sequence)
-    tiles = pages * made_for.kv_heads * (made_for.page_tokens // TILE)
-    _check_tiles(tiles, made_for.slot_rows, made_for.pool_argument)
-    return replace(made_for, capacity=most, max_batch=batch, pages_per_sequence=pages_per_sequence, pages=pages)
+    tiles_per_page = made_for.kv_heads * (made_for.page_tokens // TILE)
+    _check_tiles(made_for.slot_rows, "max_batch or capacity", pages * tiles_per_page)
+    larger = replace(made_for, capacity=most, max_batch=batch, pages_per_sequence=pages_per_sequence, pages=pages)
+    tokens = larger.recent + TILE - 1 + made_for.max_append
+    _check_windows(batch * made_for.kv_heads * tokens * made_for.head_dim * made_for.dtype.itemsize)
+    return larger
+
+
+def _capacity(value: Any, least: int) -> int:
+    capacity = at_least(value, "capacity", least)
+    if capacity > _MAX_CAPACITY:
+        raise ValueError(f"capacity must be at most {_MAX_CAPACITY}, got {capacity}")
+    return capacity
 
 
 def _pages_per_sequence(capacity: int, window: int, page_tokens: int) -> int:
@@ -166,11 +186,20 @@ def _pages_per_sequence(capacity: int, window: int, page_tokens: int) -> int:
     return max(1, -(-(max(0, capacity - window) // TILE * TILE) // page_tokens))
 
 
-def _check_tiles(tiles: int, slot_rows: SlotRows, argument: str) -> None:
+def _check_tiles(slot_rows: SlotRows, argument: str, tiles: int) -> None:
     most = _MAX_ROWS // slot_rows.both
     if tiles > most:
         raise ValueError(
-            f"max_batch, kv_heads, capacity and {argument} together must not ask for more than {most} tiles"
+            f"a cache can have at most {most} tiles of this size ({TILE} tokens of one KV head), these arguments ask "
+            f"for {tiles}: lower {argument}"
+        )
+
+
+def _check_windows(size: int) -> None:
+    if size > _MAX_BYTES:
+        raise ValueError(
+            f"max_batch, kv_heads, head_dim, window and capacity ask for dense windows of {size} bytes: lower window "
+            "or capacity"
         )
 
 

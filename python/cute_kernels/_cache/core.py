@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,17 +15,24 @@ from cute_kernels._attention.problem import launch_problem
 from cute_kernels._cache import checks as cache_checks
 from cute_kernels._cache import ops as cache_ops
 from cute_kernels._cache.config import CacheConfig
+from cute_kernels._cache.exclusive import IN_USE, Change, Exclusive, not_recorded
 from cute_kernels._cache.ops import Sequences
 from cute_kernels._cache.reference import attend_reference
-from cute_kernels._cache.sequences import TILE
+from cute_kernels._cache.sequences import TILE, Changes, Row
 from cute_kernels._cache.step import DecodingStep
 from cute_kernels._cache.storage import CacheStorage, runs
 from cute_kernels._runtime import checks, gradients, ops
 from cute_kernels._runtime.backends import check_name, resolve
 
+_alone = Exclusive(lambda core: core)
+_TAKES_DENSE_TOKENS = Change("append", {})  # the host counts the tokens last
+
 
 class CacheCore:
-    """Arguments `sequences`: rows in use, each for one row of the tensors; None: 0, 1, ..."""
+    """Arguments `sequences`: rows in use, each for one row of the tensors; None: 0, 1, ...
+
+    Methods that KVCache calls in its own name run alone (see exclusive); for all others it claims the cache.
+    """
 
     def __init__(self, made_for: CacheConfig) -> None:
         if ops.recorded():
@@ -37,11 +46,17 @@ class CacheCore:
             self.storage = CacheStorage(made_for)
         self.captured = False  # an append is in a graph: lengths here may be behind those on the device
         self.known_step: DecodingStep | None = None  # the last one, as long as the storage stays where it is
+        self.claims: dict[None, object] = {}
+        self.change: Change | None = None
         self.number = cache_ops.register(self)
         self._on_gpu = made_for.device.type == "cuda"
 
     def __getstate__(self) -> dict[str, Any]:  # for copies, which have memory of their own
-        return self.__dict__ | {"known_step": None}
+        if self.claims:
+            raise RuntimeError(IN_USE)
+        if self.change is not None:
+            self.recover()
+        return self.__dict__ | {"known_step": None, "claims": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -92,10 +107,7 @@ class CacheCore:
         if self.capturing():
             raise RuntimeError(f"{what} cannot be captured in a CUDA graph")
         if ops.recorded():
-            raise RuntimeError(
-                f"{what} cannot be part of a compiled or traced function, nor run under FakeTensorMode or "
-                "torch.func.functionalize: append, attend and step can"
-            )
+            raise not_recorded(what)
 
     def refresh(self, what: str) -> None:
         """Reads the lengths from the device, where graphs may have changed them. RuntimeError in a capture or another
@@ -111,19 +123,68 @@ class CacheCore:
                 "reserve(tokens) before replaying; `lengths` says what the sequences hold"
             )
 
+    # ---- Changes -----------------------------------------------------------------------------------------------------
+
+    def begin(self, what: str, rows: Iterable[int]) -> None:
+        """`what` changes these rows until the end of the call; an exception takes them back to what they are now."""
+        states = self.table.rows
+        self.change = Change(what, {row: replace(states[row], pages=list(states[row].pages)) for row in rows})
+
+    def destroy(self) -> None:
+        """From here on what the rows of the change hold is written over: an exception empties them."""
+        assert self.change is not None
+        self.change.destroys = True
+
+    def apply_assigned(self, changes: Changes) -> None:
+        """On the device. Pages that rows gave back may serve for copies of others."""
+        if changes.copies:
+            self.destroy()
+        self.storage.apply(changes)
+
+    @torch.no_grad()
+    def recover(self) -> None:
+        """Takes an interrupted change back, on host and device, and warns of rows that it had to empty. May itself be
+        interrupted, and is then called again."""
+        change = self.change
+        assert change is not None
+        states, lost = change.rows, []
+        if change.destroys:
+            lost = [row for row, state in states.items() if state.tokens]
+            states = {row: Row(used=state.used) for row, state in states.items()}
+        self.table.restore(states)
+        self.storage.follow(self.table.rows)
+        self.change = None
+        if lost:
+            warnings.warn(
+                f"KVCache.{change.what} was interrupted while it moved tokens: sequences {lost} are empty now, and "
+                "what they held is lost; prefill them again",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+
     # ---- Tokens ------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def extend(self, k: Tensor, v: Tensor, rows: Sequence[int], tokens: list[int]) -> None:
+    def extend(self, what: str, k: Tensor, v: Tensor, rows: Sequence[int], tokens: list[int]) -> None:
         """The last tokens[i] of row i of k and v follow the tokens of row rows[i]."""
-        changes = self.table.provide(rows, tokens)
-        self.storage.apply(changes)
-        for run in list(runs(rows, self.table.rows, tokens)):
+        self.begin(what, rows)
+        self.storage.apply(self.table.provide(rows, tokens))
+        parts = []
+        for run in runs(rows, self.table.rows, tokens):
             compressed, _ = self.table.after(run.row, run.tokens)
-            self.storage.extend(k, v, run, (compressed - run.compressed) // TILE)
+            parts.append((run, (compressed - run.compressed) // TILE))
+        for run, tiles in parts:  # rules of the user's own may raise here
+            self.storage.store(k, v, run, tiles)
+        self.destroy()
+        for run, tiles in parts:
+            self.storage.settle(k, v, run, tiles)
         self.table.advance(rows, tokens)
 
+    @_alone
     def append(self, k: Tensor, v: Tensor, sequences: Sequences) -> None:
+        self._append(k, v, sequences)
+
+    def _append(self, k: Tensor, v: Tensor, sequences: Sequences) -> None:
         k, v = checks.plain(k), checks.plain(v)
         rows = self.rows(sequences, k.shape[0], "k", take=True)
         if self.capturing():
@@ -132,15 +193,16 @@ class CacheCore:
         if self.captured:
             self.refresh("append")
         new, named = k.shape[2], None if sequences is None else rows
-        if new > self.config.max_append:
-            self.extend(k, v, rows, [new] * len(rows))
-        elif self.table.stays_dense(rows, new):
+        if new <= self.config.max_append and self.table.stays_dense(rows, new):
+            self.change = _TAKES_DENSE_TOKENS
             self.storage.append(k, v, named)
             self.table.advance_dense(new)
-        elif not self.config.prunes_in_kernels:
-            self.extend(k, v, rows, [new] * len(rows))
+        elif new > self.config.max_append or not self.config.prunes_in_kernels:
+            self.extend("append", k, v, rows, [new] * len(rows))
         else:
+            self.begin("append", rows)
             self.storage.apply(self.table.provide(rows, [new] * len(rows)))
+            self.destroy()
             self.storage.append(k, v, named)
             self.table.advance(rows, [new] * len(rows))
 
@@ -162,6 +224,7 @@ class CacheCore:
             chunk = slice(first, first + made_for.max_append)
             self.storage.append(k[:, :, chunk], v[:, :, chunk], rows, capturing=True)
 
+    @_alone
     def attend(
         self,
         q: Tensor,
@@ -174,6 +237,19 @@ class CacheCore:
         lse: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Returns (out, lse or None)."""
+        return self._attend(q, scale, causal, return_lse, out, sequences, backend, lse)
+
+    def _attend(
+        self,
+        q: Tensor,
+        scale: float,
+        causal: bool,
+        return_lse: bool,
+        out: Tensor | None,
+        sequences: Sequences,
+        backend: str,
+        lse: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
         rows = self.rows(sequences, q.shape[0], "q")
         if out is not None:
             checks.apart(out, q=q)
@@ -207,7 +283,18 @@ class CacheCore:
                 return self.step(q, k, v, scale, backend, tokens_first=tokens_first)
 
             return gradients.without_gradient("KVCache.step", call, q, k, v)
-        known = self.known_step if ops.unobserved() else None
+        if ops.eager(q, k, v):
+            return self._step(q, k, v, scale, backend, tokens_first)
+        cache_checks.step(self.config, k, v, q)
+        factor = self.scale(scale)
+        check_name(backend)
+        cache_ops.append(self, k, v, None)
+        out, _ = cache_ops.attend(self, q, factor, True, False, None, None, backend)
+        return out.transpose(1, 2) if tokens_first else out
+
+    @_alone
+    def _step(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, backend: str, tokens_first: bool) -> Tensor:
+        known = self.known_step
         if (
             known is not None
             and known.fits(k, v, q, scale, backend)
@@ -219,23 +306,19 @@ class CacheCore:
             swapped = tokens_first and tokens == 1  # (B, 1, Hq, D) is the same memory as (B, Hq, 1, D)
             sizes = (batch, tokens, heads, head_dim) if swapped else (batch, heads, tokens, head_dim)
             out = q.new_empty(*sizes)
+            self.change = _TAKES_DENSE_TOKENS
             known.run(self.storage, k, v, q, out)
             self.table.advance_dense(known.tokens)
             return out.transpose(1, 2) if tokens_first and not swapped else out
         cache_checks.step(self.config, k, v, q)
         factor = self.scale(scale)
-        check_name(backend)
-        if ops.eager(q, k, v):
-            name = resolve(backend, self.config.device)
-            self.append(k, v, None)
-            out, _ = self.attend(q, factor, True, False, None, None, backend)
-            if k.shape[2] <= self.config.max_append and q.numel() and name != "reference":
-                self.known_step = DecodingStep(
-                    self.storage, k, v, q, scale=scale, factor=factor, backend=backend, name=name
-                )
-        else:
-            cache_ops.append(self, k, v, None)
-            out, _ = cache_ops.attend(self, q, factor, True, False, None, None, backend)
+        name = resolve(check_name(backend), self.config.device)
+        self._append(k, v, None)
+        out, _ = self._attend(q, factor, True, False, None, None, backend)
+        if k.shape[2] <= self.config.max_append and q.numel() and name != "reference":
+            self.known_step = DecodingStep(
+                self.storage, k, v, q, scale=scale, factor=factor, backend=backend, name=name
+            )
         return out.transpose(1, 2) if tokens_first else out
 
     def scale(self, scale: Any) -> float:

@@ -6,11 +6,15 @@ from collections.abc import Iterable
 
 
 class PageAllocator:
-    """Reference counts of `pages` pages, all free at first."""
+    """Reference counts of `pages` pages. holders: the pages of every sequence; all others are free."""
 
-    def __init__(self, pages: int) -> None:
+    def __init__(self, pages: int, holders: Iterable[Iterable[int]] = ()) -> None:
         self._references = [0] * pages
-        self._free = list(range(pages - 1, -1, -1))  # a stack: page 0 goes first
+        for held in holders:
+            for page in held:
+                self._references[page] += 1
+        # A stack: the first page goes first.
+        self._free = [page for page in range(pages - 1, -1, -1) if not self._references[page]]
 
     @property
     def pages(self) -> int:
@@ -52,11 +56,6 @@ class PageAllocator:
             self._references[page] -= 1
             if self._references[page] == 0:
                 self._free.append(page)
-
-    def add(self, count: int) -> None:
-        """So many more pages, free, with the next numbers."""
-        self._free = list(range(self.pages + count - 1, self.pages - 1, -1)) + self._free
-        self._references += [0] * count
 
     def check(self, holders: Iterable[Iterable[int]]) -> None:
         """AssertionError unless `holders`, the pages of every sequence, are what the counts say; for tests."""

@@ -10,8 +10,17 @@ from torch import Tensor
 from cute_kernels._cache import checks as cache_checks
 from cute_kernels._cache.config import CacheConfig, grown
 from cute_kernels._cache.core import CacheCore
-from cute_kernels._cache.sequences import TILE, Target
+from cute_kernels._cache.exclusive import Change, Exclusive
+from cute_kernels._cache.sequences import TILE, Row, Target
 from cute_kernels._runtime import checks
+
+
+def core_of(cache: CacheRows) -> CacheCore:
+    """What works inside a KVCache. For the package's own use."""
+    return cache._core
+
+
+exclusive = Exclusive(core_of)
 
 
 class CacheRows:
@@ -33,6 +42,7 @@ class CacheRows:
         """Rows up to the last one in use."""
         return self._core.table.batch
 
+    @exclusive
     @torch.no_grad()
     def reserve(self, tokens: int) -> None:
         """Takes pages for so many more tokens of every sequence in use, and copies shared pages that they write to.
@@ -49,8 +59,10 @@ class CacheRows:
             raise ValueError(f"tokens must be at least 0, got {more}")
         core.refresh("reserve")
         rows = [i for i, row in enumerate(core.table.rows) if row.used]
+        core.begin("reserve", rows)
         core.storage.apply(core.table.provide(rows, [more] * len(rows), private=True))
 
+    @exclusive
     @torch.no_grad()
     def grow(self, *, capacity: int | None = None, max_batch: int | None = None) -> None:
         """Raises the tokens that a sequence can have to `capacity` and the sequences to `max_batch` (None: as before);
@@ -65,12 +77,14 @@ class CacheRows:
         if core.captured:
             raise RuntimeError("grow takes new memory, but an append of this cache was captured in a CUDA graph")
         made_for = grown(core.config, capacity, max_batch)
-        core.known_step = None
         with torch.inference_mode(False):
-            core.storage.grow(made_for)
-        core.table.grow(made_for.max_batch, made_for.capacity, made_for.pages)
-        core.config = made_for
+            storage = core.storage.grown(made_for)
+        table = made_for.table()
+        table.restore(dict(enumerate(core.table.rows)))
+        # At once: no interrupt comes between.
+        core.config, core.table, core.storage, core.known_step = made_for, table, storage, None
 
+    @exclusive
     @torch.no_grad()
     def crop(self, length: int | Sequence[int] | Tensor, *, sequences: Sequence[int] | Tensor | None = None) -> None:
         """Drops the newest tokens.
@@ -96,17 +110,20 @@ class CacheRows:
             if (keep if keep >= 0 else held + keep) < held:
                 targets.append(core.table.cropped(row, keep if keep >= 0 else held + keep))
         before = {target.row: core.table.rows[target.row].compressed for target in targets}
+        core.begin("crop", before)
         changes = core.table.assign(targets, private=core.captured)
         for target in targets:
             if target.compressed < before[target.row]:
+                core.destroy()
                 core.storage.cut(target.row, target.compressed // TILE, target.window)
-        core.storage.apply(changes)
+        core.apply_assigned(changes)
         core.storage.set_lengths(
             [target.row for target in targets],
             [target.compressed for target in targets],
             [target.window for target in targets],
         )
 
+    @exclusive
     def reorder(self, beam_idx: Sequence[int] | Tensor) -> None:
         """Row i of the batch becomes a copy of row beam_idx[i]; beam_idx: one row number for each of the batch.
 
@@ -118,6 +135,7 @@ class CacheRows:
             raise ValueError(f"beam_idx must name one row for each of batch = {self.batch}, got {len(indices)}")
         self._gather(indices)
 
+    @exclusive
     def repeat_interleave(self, repeats: int) -> None:
         """Every row of the batch becomes `repeats` neighbouring ones, as torch.repeat_interleave does it.
 
@@ -131,6 +149,7 @@ class CacheRows:
             )
         self._gather([row for row in range(self.batch) for _ in range(count)])
 
+    @exclusive
     def select(self, indices: Sequence[int] | Tensor) -> None:
         """The batch becomes its rows `indices`, in that order, each as often as it is named.
 
@@ -142,13 +161,18 @@ class CacheRows:
             raise ValueError(f"indices must name at most max_batch = {core.config.max_batch} rows, got {len(chosen)}")
         self._gather(chosen)
 
+    @exclusive
     def reset(self) -> None:
         """No row is in use any more, all pages are free. Statistics of what was dropped stay."""
         core = self._core
         core.outside_capture("reset")
+        core.change = Change(
+            "reset", dict.fromkeys(range(core.config.max_batch), Row())
+        )  # what is interrupted is completed
         core.table = core.config.table()
         core.storage.clear()
 
+    @exclusive
     def add(self) -> int:
         """Takes a row into use and returns its number; it holds no tokens yet. RuntimeError if all rows are in use."""
         core = self._core
@@ -156,15 +180,18 @@ class CacheRows:
         core.table.rows[row].used = True
         return row
 
+    @exclusive
     @torch.no_grad()
     def free(self, sequence: int) -> None:
         """Gives a row and its pages back. Raises TypeError or ValueError if it is not in use."""
         core = self._core
         row = core.row(sequence)
         core.outside_capture("free")
-        core.storage.apply(core.table.assign([Target(row, [], 0, 0, used=False)], private=False))
+        core.begin("free", [row])
+        core.apply_assigned(core.table.assign([Target(row, [], 0, 0, used=False)], private=False))
         core.storage.set_lengths([row], [0], [0])
 
+    @exclusive
     @torch.no_grad()
     def fork(self, sequence: int) -> int:
         """Takes a row into use as a copy of `sequence`, sharing its pages, and returns its number.
@@ -176,7 +203,8 @@ class CacheRows:
         source = core.row(sequence)
         core.refresh("fork")
         row = core.table.unused()
-        core.storage.apply(core.table.assign([core.table.copied(row, source)], private=core.captured))
+        core.begin("fork", [row])
+        core.apply_assigned(core.table.assign([core.table.copied(row, source)], private=core.captured))
         core.storage.move([row], [source])
         return row
 
@@ -189,13 +217,10 @@ class CacheRows:
         targets = [core.table.copied(row, source) for row, source in moved]
         left = range(len(sources), self.batch)
         targets += [Target(row, [], 0, 0, used=False) for row in left]
-        core.storage.apply(core.table.assign(targets, private=core.captured))
+        core.begin("reorder, repeat_interleave or select", [target.row for target in targets])
+        core.apply_assigned(core.table.assign(targets, private=core.captured))
+        core.destroy()
         core.storage.move([row for row, _ in moved], [source for _, source in moved])
         core.storage.set_lengths(left, [0] * len(left), [0] * len(left))
         for row in range(len(sources)):
             core.table.rows[row].used = True
-
-
-def core_of(cache: CacheRows) -> CacheCore:
-    """What works inside a KVCache. For the package's own use."""
-    return cache._core

@@ -6,8 +6,8 @@ returns what the device has to do.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from cute_kernels._cache.page_allocator import PageAllocator
 from cute_kernels._runtime.extension import _C
@@ -62,23 +62,34 @@ class SequenceTable:
         self._group: Sequence[int] = ()  # rows that take new tokens together
         self._left = 0  # new tokens that fit into the window of each of them
         self._owed = 0  # tokens that each of them took and `_rows` does not count yet
+        self._due: list[tuple[Row, int]] = []  # rows, and the windows that they are being given for that
         self.allocator = PageAllocator(pages)
         self.page_tokens, self.recent, self.capacity = page_tokens, recent, capacity
         self._pool_argument = pool_argument  # what the caller would have to raise
 
-    def grow(self, max_batch: int, capacity: int, pages: int) -> None:
-        """More of each, or as many."""
-        self.rows.extend(Row() for _ in range(max_batch - len(self._rows)))
-        self.allocator.add(pages - self.allocator.pages)
-        self.capacity = capacity
-
     @property
     def rows(self) -> list[Row]:
         """All rows as they are now, to read or to change."""
-        for row in self._group if self._owed else ():
-            self._rows[row].window += self._owed
-        self._group, self._owed = (), 0
+        if self._owed:
+            due = [(self._rows[row], self._rows[row].window + self._owed) for row in self._group]
+            self._due, self._owed = (
+                due,
+                0,
+            )  # at once: an interrupt leaves windows to be set again, not to be counted twice
+        for row, window in self._due:
+            row.window = window
+        self._due, self._group = [], ()
         return self._rows
+
+    def restore(self, states: Mapping[int, Row]) -> None:
+        """Rows get these states, others keep theirs. Pages are counted anew from all of them: what was interrupted may
+        have left the counts of pages between two states."""
+        rows = self.rows
+        rows = [
+            replace(states[i], pages=list(states[i].pages)) if i in states else state for i, state in enumerate(rows)
+        ]
+        allocator = PageAllocator(self.allocator.pages, [row.pages for row in rows])
+        self._rows, self.allocator = rows, allocator
 
     def is_used(self, row: int) -> bool:
         return self._rows[row].used

@@ -73,7 +73,7 @@ class CacheStorage:
             device=device,
         )
         self._rules = made_for.keys, made_for.values
-        self.windows = page_pool.Windows.allocate(self.pool, made_for.window, made_for.max_append)
+        self.windows = page_pool.Windows.allocate(self.pool, made_for.recent, made_for.max_append)
         self.lengths = torch.zeros(sequences, dtype=torch.int32, device=device)
         self._numbers = torch.arange(sequences, dtype=torch.int32, device=device)
         self.content = torch.zeros(1, dtype=torch.int32, device=device)  # see ops
@@ -81,17 +81,17 @@ class CacheStorage:
         self._kept: list[Tensor] = []  # tensors that captured graphs point to
         self._problem: tuple[object, _C.AttentionProblem | None] = None, None  # arguments of the last one, and it
 
-    def grow(self, made_for: CacheConfig) -> None:
-        """More rows, more pages after the present ones, longer rows of the page table."""
-        old, new = self, CacheStorage(made_for)
+    def grown(self, made_for: CacheConfig) -> CacheStorage:
+        """A copy with more rows, more pages after the present ones and longer rows of the page table."""
+        new = CacheStorage(made_for)
         for name in ("pool", "windows"):
             for field in fields(getattr(new, name)):
-                to, of = (getattr(getattr(storage, name), field.name) for storage in (new, old))
+                to, of = (getattr(getattr(storage, name), field.name) for storage in (new, self))
                 if isinstance(to, Tensor):
                     _copy_into(to, of)
-        _copy_into(new.lengths, old.lengths)
-        self.pool, self.windows, self.lengths, self._numbers = new.pool, new.windows, new.lengths, new._numbers
-        self._problem = None, None
+        _copy_into(new.lengths, self.lengths)
+        new.content, new._remembered = self.content, self._remembered
+        return new
 
     @property
     def nbytes(self) -> int:
@@ -99,7 +99,8 @@ class CacheStorage:
         return self.pool.nbytes + self.windows.nbytes + sum(tensor.nbytes for tensor in others)
 
     def problem(self, q: Tensor, scale: float, causal: bool = True) -> _C.AttentionProblem:
-        """Attention of queries like q over all that sequences hold. Valid until `grow`; the last one is kept."""
+        """Attention of queries like q over all that sequences hold. Valid as long as this object; the last one is
+        kept."""
         wanted = q.shape, q.stride(), scale, causal
         known, problem = self._problem
         if problem is None or known != wanted:
@@ -148,41 +149,52 @@ class CacheStorage:
         numbers = None if rows is None else self.numbers(rows, capturing=capturing)
         page_pool.append_unchecked(self.pool, self.windows, self.lengths, k, v, numbers)
 
-    def extend(self, k: Tensor, v: Tensor, run: Run, tiles: int) -> None:
-        """Any number of new tokens, the last run.tokens of k and v (B, Hkv, T, D), which fill `tiles` tiles.
+    def store(self, k: Tensor, v: Tensor, run: Run, tiles: int) -> None:
+        """The tiles that get full with the last run.tokens of k and v (B, Hkv, T, D). Writes over nothing that the
+        sequences hold: `settle` makes the tiles theirs.
 
         Tiles of new tokens alone are compressed from k and v, without a copy.
         """
-        rows = slice(run.row, run.row + run.count)
-        new = [x[run.first : run.first + run.count, :, x.shape[2] - run.tokens :] for x in (k, v)]
-        windows = [x[rows] for x in (self.windows.keys, self.windows.values)]
-        left = run.window + run.tokens - tiles * TILE
         if tiles == 0:
-            for window, x in zip(windows, new):
-                window[:, :, run.window : left].copy_(x)
-        else:
-            old = [window[:, :, : run.window] for window in windows]
-            self._store(old, new, run, tiles)
-            begin = tiles * TILE - run.window  # of what stays dense
-            for window, before, x in zip(windows, old, new):
-                stays = x[:, :, begin:] if begin >= 0 else torch.cat([before[:, :, begin:], x], dim=2)
-                window[:, :, :left].copy_(stays)
-            self.lengths[rows].add_(tiles * TILE)
-        self.windows.lengths[rows].fill_(left)
-
-    def _store(self, old: list[Tensor], new: list[Tensor], run: Run, tiles: int) -> None:
+            return
+        old, new = self._parts(k, v, run)
         mixed = min(tiles, -(-run.window // TILE))  # tiles that have tokens of the window
         begin = mixed * TILE - run.window
         rows = slice(run.row, run.row + run.count)
         first_tiles = self.lengths[rows] // TILE
         choose = run.compressed == 0  # channel orders, from the larger of the two parts
         if tiles > mixed:
-            k, v = (x[:, :, begin : begin + (tiles - mixed) * TILE] for x in new)
-            self._store_pruned(k, v, self._numbers[rows], first_tiles + mixed, choose)
+            keys, values = (x[:, :, begin : begin + (tiles - mixed) * TILE] for x in new)
+            self._store_pruned(keys, values, self._numbers[rows], first_tiles + mixed, choose)
         if mixed:
             pairs = zip(old, new)
-            k, v = (torch.cat([before, x[:, :, : max(begin, 0)]], dim=2)[:, :, : mixed * TILE] for before, x in pairs)
-            self._store_pruned(k, v, self._numbers[rows], first_tiles, choose and tiles == mixed)
+            keys, values = (
+                torch.cat([held, x[:, :, : max(begin, 0)]], dim=2)[:, :, : mixed * TILE] for held, x in pairs
+            )
+            self._store_pruned(keys, values, self._numbers[rows], first_tiles, choose and tiles == mixed)
+
+    def settle(self, k: Tensor, v: Tensor, run: Run, tiles: int) -> None:
+        """Windows and lengths after `store` of the same."""
+        rows = slice(run.row, run.row + run.count)
+        left = run.window + run.tokens - tiles * TILE
+        begin = tiles * TILE - run.window  # of what stays dense, in the new tokens
+        for window, old, x in zip((self.windows.keys, self.windows.values), *self._parts(k, v, run)):
+            if tiles == 0:
+                window[rows, :, run.window : left].copy_(x)
+            else:
+                window[rows, :, :left].copy_(
+                    x[:, :, begin:] if begin >= 0 else torch.cat([old[:, :, begin:], x], dim=2)
+                )
+        if tiles:
+            self.lengths[rows].add_(tiles * TILE)
+        self.windows.lengths[rows].fill_(left)
+
+    def _parts(self, k: Tensor, v: Tensor, run: Run) -> tuple[list[Tensor], list[Tensor]]:
+        """A run's windows, and its new tokens: keys and values."""
+        rows = slice(run.row, run.row + run.count)
+        old = [x[rows, :, : run.window] for x in (self.windows.keys, self.windows.values)]
+        new = [x[run.first : run.first + run.count, :, x.shape[2] - run.tokens :] for x in (k, v)]
+        return old, new
 
     def _store_pruned(self, k: Tensor, v: Tensor, numbers: Tensor, first_tiles: Tensor, choose: bool) -> None:
         k, v = (rule.prune(x) for rule, x in zip(self._rules, (k, v)))
@@ -211,6 +223,14 @@ class CacheStorage:
             lengths = sent[1:].to(torch.int32)
             self.lengths.index_copy_(0, sent[0], lengths[0])
             self.windows.lengths.index_copy_(0, sent[0], lengths[1])
+
+    def follow(self, rows: Sequence[Row]) -> None:
+        """The page table and all lengths become what the host's table says."""
+        table = self.pool.page_table
+        table.copy_(self._send([row.pages + [-1] * (table.shape[1] - len(row.pages)) for row in rows], torch.int32))
+        sent = self._send([[row.compressed for row in rows], [row.window for row in rows]], torch.int32)
+        self.lengths.copy_(sent[0])
+        self.windows.lengths.copy_(sent[1])
 
     def clear(self) -> None:
         """No row has tokens or pages any more."""
