@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cute_kernels._runtime import checks
 from cute_kernels._storage import tile_reader, validation
-from cute_kernels._storage.preallocation import preallocated
+from cute_kernels._storage.preallocation import preallocated, refilled
 from cute_kernels._storage.state import read_state, state_metadata
 from cute_kernels._storage.storage import TILE_FORMAT, Storage
 
@@ -21,7 +21,8 @@ class SparseKV:
     Made by `compress`, `compress_kv` or `SparseKV.from_state_dict`. It is immutable: treat its tensors as read-only.
     One made by `SparseKV.preallocate` changes when it is given to these as `out`, and only then. Only the device knows
     how large its content is: attributes that depend on that (blocks, max_tile_rows, nnz, nbytes, bits_per_element),
-    state_dict, to and repr then synchronise with it.
+    state_dict, to and repr then synchronise with it. Its copies by pickle and copy.deepcopy are preallocated alike;
+    what from_state_dict and to give has a fixed content.
 
     shape: torch.Size (B, Hkv, T, D) of the cache it stands for.
     dtype: torch.float16 or torch.bfloat16, of the cache that was compressed and of what `decompress` gives.
@@ -212,7 +213,15 @@ class SparseKV:
         )
 
     def __reduce__(self) -> tuple[Any, ...]:  # pickle, copy.deepcopy
-        return SparseKV.from_state_dict, (self.state_dict(),)
+        storage = self._storage
+        if storage.totals is None:
+            return SparseKV.from_state_dict, (self.state_dict(),)
+        return _preallocated_from, (self.to_exact_size().state_dict(), storage.keep)
+
+
+def _preallocated_from(state: Mapping[str, Any], keep: int) -> SparseKV:
+    """The preallocated cache whose content `state` describes, which took caches of `keep` elements a token (0: any)."""
+    return from_storage(refilled(SparseKV.from_state_dict(state)._storage, keep))
 
 
 def from_storage(storage: Storage) -> SparseKV:

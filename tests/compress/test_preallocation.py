@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 
@@ -55,6 +58,29 @@ def test_fills_as_often_as_one_likes(role, head_dim, dtype, device, rng):
             assert oracle.same_bits(ck.decompress(out), oracle.prune(x, kept))
     out.validate()
     assert repr(out) == repr(out.to_exact_size())
+
+
+@pytest.mark.parametrize("keep", [None, 20])
+@pytest.mark.parametrize("shape", [(2, 3, 200, 128), (1, 2, 0, 64)])
+def test_copies_are_preallocated_alike(shape, keep, device, rng):
+    """And pickles hold no more than the content."""
+    out = ck.SparseKV.preallocate(shape, role="value", keep=keep, device=device)
+    x, y = (oracle.gaussian(*shape).to(device) for _ in range(2))
+    ck.compress(x, role="value", keep=10, out=out)
+    pickled = pickle.dumps(out)
+    assert len(pickled) < out.nbytes + 10_000
+    for other in (pickle.loads(pickled), copy.deepcopy(out)):
+        assert same(other, out) and other.device == out.device
+        storage, of = storage_of(other, "other"), storage_of(out, "out")
+        assert (storage.keep, storage.max_tile_rows) == (of.keep, of.max_tile_rows)
+        assert storage.blocks.shape == of.blocks.shape
+        assert ck.compress(y, role="value", keep=20, out=other) is other
+        assert same(other, ck.compress(y, role="value", keep=20))
+        other.validate()
+        if keep:
+            with pytest.raises(ValueError, match="preallocated for 20 elements a token, 21 are to be kept"):
+                ck.compress(y, role="value", keep=21, out=other)
+    assert same(out, ck.compress(x, role="value", keep=10))
 
 
 @pytest.mark.parametrize("role", ROLES)

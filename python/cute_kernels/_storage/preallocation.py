@@ -1,4 +1,4 @@
-"""What `SparseKV.preallocate` makes a cache of."""
+"""What `SparseKV.preallocate` makes a cache of, and how one comes back from a pickle."""
 
 from __future__ import annotations
 
@@ -40,6 +40,19 @@ def preallocated(shape: Any, dtype: Any, role: Any, sparsity: Any, keep: Any, co
         keep=kept,
         totals=torch.tensor(totals, dtype=torch.int64, device=target),
     )
+
+
+def refilled(content: Storage, keep: int) -> Storage:
+    """Preallocated for `keep` elements a token (0: any number), and filled with `content`, which is exact."""
+    kept = keep or None
+    storage = preallocated(content.shape, content.dtype, content.role, None, kept, content.codec, content.device)
+    rows = content.blocks.shape[0]
+    storage.blocks[:rows] = content.blocks
+    for name in ("row_offsets", "token_order", "channel_order"):
+        getattr(storage, name).copy_(getattr(content, name))
+    assert storage.totals is not None and content.nnz is not None
+    storage.totals.copy_(torch.tensor([rows, content.max_tile_rows, content.nnz], dtype=torch.int64))
+    return storage
 
 
 def _sizes(shape: Any) -> tuple[int, int, int, int]:
