@@ -296,7 +296,8 @@ class KVCache(CacheRows):
 
         Returns (B, Hq, n, D) of q's dtype, which has no gradient, as for `attend`.
 
-        Raises what `append` and `attend` raise, before anything changes.
+        Raises what `append` and `attend` raise, before anything changes; where memory runs out or an interrupt comes
+        after the append, the tokens stay.
         """
         return self._core.step(q, k, v, scale, backend)
 

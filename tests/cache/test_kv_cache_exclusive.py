@@ -208,6 +208,21 @@ def test_a_rule_that_raises_changes_nothing(left, place, rng):
     assert content(cache) == before
 
 
+def test_attention_that_fails_leaves_the_tokens_of_its_step(place, rng, monkeypatch):
+    cache = filled(place)
+    q, k, v = tokens(cache, 50)[0], *tokens(cache, 50)
+    twin = copy.deepcopy(cache)
+    twin.append(k, v)
+
+    def fails(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(CacheCore, "_attend", fails)
+    with pytest.raises(MemoryError):
+        cache.step(q, k, v)
+    assert content(cache) == content(twin)
+
+
 def test_a_rule_that_calls_its_cache_is_refused(rng):
     rule = Fails()
     cache = make(key_rule=rule)

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+import torch._dynamo.testing
 
 transformers = pytest.importorskip("transformers", reason="Transformers is not installed")
 
@@ -148,6 +149,7 @@ def test_random_walks_through_the_cache(rng):
             new = rng.choice([1, 2, 5, 20, 90]) if step == "feed" else 1
             ids = torch.randint(1, 89, (len(rows), new))
             fresh = torch.rand(len(rows), new) < (rng.choice([0.7, 2]) if step == "feed" else 2)
+            fresh[:, -1] |= fresh.any(1)  # padding on the right is refused
             if rng.random() < 0.5:
                 fresh = fresh.sort(1).values  # padding on the left
             columns = torch.cat([columns, fresh], dim=1)
@@ -162,6 +164,22 @@ def test_random_walks_through_the_cache(rng):
             for layer in cache.layers:
                 assert layer.kv.lengths.tolist() == [len(row) for row in rows]
         assert cache.get_seq_length() == columns.shape[1]
+
+
+def test_a_compiled_forward(rng, attention):
+    """Prompt, padding and answers over a tile that gets full: the tokens of the model that is not compiled, and nothing
+    is compiled again for every token."""
+    torch._dynamo.reset()
+    model, inputs = make(num_hidden_layers=1), prompts((PROMPT, 30))
+    counter = torch._dynamo.testing.CompileCounterWithBackend("eager")
+    expected = tokens(model, inputs, sparse(model))
+    model.forward = torch.compile(model.forward, backend=counter)
+    cache = sparse(model)
+    tokens(model, inputs, sparse(model), max_new_tokens=3)
+    compiled = counter.frame_count
+    assert torch.equal(tokens(model, inputs, cache), expected)
+    assert counter.frame_count == compiled > 0 and cache.layers[0].kv.lengths.tolist() == [PROMPT + 39, 69]
+    torch._dynamo.reset()
 
 
 def test_a_saved_model_knows_nothing_of_the_cache(rng, tmp_path):

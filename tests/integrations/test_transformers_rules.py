@@ -44,7 +44,7 @@ def keeps(cache) -> list[tuple[int, int]]:
     with torch.no_grad():
         for layer in cache.layers:
             x = torch.zeros(1, 2, 3, HEAD_DIM, dtype=torch.bfloat16)
-            layer._start(x, x, 3)
+            layer._start(x, 3)
     return [(layer.kv.key_keep, layer.kv.value_keep) for layer in cache.layers]
 
 
@@ -154,7 +154,7 @@ def test_random_layers_differ(rng):
     found = []
     for each in (cache, twin):
         for layer in each.layers:
-            layer._start(x, x, TILE).prefill(x, x)
+            layer._start(x, TILE).prefill(x, x)
         found.append([tokens for layer in each.layers for tokens in layer.kv.dense(0)])
     assert all(torch.equal(*same) for same in zip(*found))
     assert all(not torch.equal(a, b) for i, a in enumerate(found[0]) for b in found[0][:i])

@@ -205,6 +205,7 @@ class CacheCore:
             self.destroy()
             self.storage.append(k, v, named)
             self.table.advance(rows, [new] * len(rows))
+        self.change = None  # also where a step goes on to attend
 
     def _append_captured(self, k: Tensor, v: Tensor, rows: Sequence[int]) -> None:
         made_for = self.config

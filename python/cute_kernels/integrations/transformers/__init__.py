@@ -2,7 +2,7 @@
 
     from cute_kernels.integrations.transformers import SparseKVCache
 
-    model.generate(**inputs, past_key_values=SparseKVCache(model.config, sparsity=0.7))
+    model.generate(**inputs, past_key_values=SparseKVCache(model, sparsity=0.7))
 
 Serves Transformers 5.0 to 5.17 (extra `transformers`) and decoder models whose layers all attend to every earlier
 token: Llama, Mistral without a sliding window, Qwen 2 and 3, Gemma and their like.

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
@@ -36,7 +37,7 @@ _PLAIN = {
 
 _NOT_TENSORS = (
     "SparseKVCache holds keys and values compressed, but the model's attention function wants them as tensors: its "
-    f"attention implementation is not {NAME!r}. Make the cache of the model's own config, SparseKVCache(model.config, "
+    f"attention implementation is not {NAME!r}. Make the cache of the model itself, SparseKVCache(model, "
     f"...), after any change of the implementation, or call model.set_attn_implementation({NAME!r})"
 )
 
@@ -51,6 +52,14 @@ class KVLength(int):
         made = cls(length)
         made.cache = cache
         return made
+
+
+class TracedLength:
+    """KVLength where Dynamo traces. It compiles anew for every value of a subclass of int, but hands this over as it
+    is."""
+
+    def __init__(self, length: int, cache: SparseKVCache) -> None:
+        self.length, self.cache = length, cache
 
 
 class NewTokens:
@@ -89,26 +98,35 @@ class ForwardPass:
         return self._mask
 
 
+@torch.compiler.disable
 def mask(
-    *, kv_length: int, attention_mask: Tensor | None = None, mask_function: Any = causal_mask_function, **kwargs: Any
+    *,
+    kv_length: int | TracedLength,
+    attention_mask: Tensor | None = None,
+    mask_function: Any = causal_mask_function,
+    **kwargs: Any,
 ) -> ForwardPass | Tensor | None:
     """Registered as mask function. With a `SparseKVCache`: what its layers need to know of the pass."""
 
+    length = kv_length.length if isinstance(kv_length, TracedLength) else int(kv_length)
+
     def dense() -> Tensor | None:
         return ALL_MASK_ATTENTION_FUNCTIONS[DENSE](
-            kv_length=int(kv_length), attention_mask=attention_mask, mask_function=mask_function, **kwargs
+            kv_length=length, attention_mask=attention_mask, mask_function=mask_function, **kwargs
         )
 
-    if not isinstance(kv_length, KVLength):
+    if not isinstance(kv_length, (KVLength, TracedLength)):
         return dense()
     if mask_function is not causal_mask_function:
         raise ValueError(
             "SparseKVCache serves plain causal attention; the model asks for another mask "
             f"({getattr(mask_function, '__qualname__', mask_function)})"
         )
-    return ForwardPass(kv_length.cache, kv_length.cache.arrive(int(kv_length), attention_mask), dense)
+    cache = kv_length.cache
+    return ForwardPass(cache, cache.arrive(length, attention_mask, kwargs.get("config")), dense)
 
 
+@torch.compiler.disable
 def attention(
     module: nn.Module,
     query: Tensor,

@@ -26,6 +26,7 @@ class Settings:
     """How a layer keeps its tokens."""
 
     options: dict[str, Any]  # of KVCache: what is kept, rules and codecs
+    head_dim: int
     window: int
     capacity: int | None  # tokens a sequence may have, with memory for all of them from the start; None: grows
     dtype: torch.dtype | None
@@ -137,21 +138,44 @@ class SparseLayer(CacheLayerMixin):
                 f"layer {getattr(module, 'layer_idx', '?')} of the SparseKVCache has seen {self.seen} "
                 f"columns, the pass starts at {columns.seen}: an earlier pass failed; reset() the cache"
             )
-        forward.cache.begin(columns)
         end = columns.seen + columns.new
-        capacity = self.settings.capacity
-        if capacity is not None and end > capacity:
-            raise ValueError(f"{end} tokens exceed capacity = {capacity} of the SparseKVCache")
+        self._check(keys, values, end)
         first = self.seen == 0
-        kv = self._start(keys, values, columns.new) if first else self._continue(keys, columns.keep, end)
+        kv = self._start(keys, columns.new) if first else self._filled
         if first and columns.left_padded:
             out = self._prefill(kv, module, query, keys, values, forward, scaling)
-        elif columns.fresh is None and (columns.new == 1 or columns.new <= min(self.settings.window, DIRECT_TOKENS)):
-            out = self._step(kv, query, keys, values, scaling)
         else:
-            out = self._extend(kv, module, query, keys, values, columns.fresh, scaling)
-        self.seen = end
+            forward.cache.begin(columns)
+            if not first:
+                self._continue(kv, columns.keep, end)
+            if columns.fresh is None and (columns.new == 1 or columns.new <= min(self.settings.window, DIRECT_TOKENS)):
+                out = self._step(kv, query, keys, values, scaling)
+            else:
+                out = self._extend(kv, module, query, keys, values, columns.fresh, scaling)
+        self.seen, forward.cache.unfinished = end, False
         return out
+
+    def _check(self, keys: Tensor, values: Tensor, end: int) -> None:
+        """Of new tokens after which there are `end` columns; nothing has changed yet."""
+        capacity, head_dim = self.settings.capacity, self.settings.head_dim
+        if capacity is not None and end > capacity:
+            raise ValueError(f"{end} tokens exceed capacity = {capacity} of the SparseKVCache")
+        if keys.shape[3] != head_dim:
+            raise ValueError(
+                f"the SparseKVCache was made for head_dim {head_dim}, got keys of {keys.shape[3]}: make it of the "
+                "model that uses it, SparseKVCache(model, ...)"
+            )
+        if keys.shape != values.shape:
+            raise ValueError(
+                f"keys and values must be alike in shape, got {tuple(keys.shape)} and {tuple(values.shape)}"
+            )
+        if self.seen == 0:
+            _support.storage_dtype(self.settings.dtype, keys.dtype)  # raises
+        elif keys.shape[0] != self._filled.batch:
+            raise ValueError(
+                f"the cache holds {self._filled.batch} sequences of {self.seen} tokens, got keys of {keys.shape[0]}; "
+                "use another SparseKVCache or reset() this one"
+            )
 
     def _step(self, kv: KVCache, query: Tensor, keys: Tensor, values: Tensor, scaling: float | None) -> Tensor:
         dtype, backend, core = kv.dtype, self.settings.backend, core_of(kv)
@@ -174,6 +198,9 @@ class SparseLayer(CacheLayerMixin):
         lengths = forward.columns.counts()
         mask = None if lengths is None else forward.dense_mask()
         out = dense_attention(module, query, keys, values, mask, scaling=scaling)[0]
+        forward.cache.begin(
+            forward.columns
+        )  # after what may take too much memory: a smaller batch can be tried at once
         kv.prefill(keys.to(kv.dtype), values.to(kv.dtype), lengths=lengths)
         return out
 
@@ -216,12 +243,8 @@ class SparseLayer(CacheLayerMixin):
         assert self.kv is not None, "there are columns without a cache"
         return self.kv
 
-    def _start(self, keys: Tensor, values: Tensor, columns: int) -> KVCache:
+    def _start(self, keys: Tensor, columns: int) -> KVCache:
         """A KVCache for these tokens: heads are counted here, a tensor parallel model has only some of the config's."""
-        if keys.shape != values.shape:
-            raise ValueError(
-                f"keys and values must be alike in shape, got {tuple(keys.shape)} and {tuple(values.shape)}"
-            )
         batch, kv_heads, _, head_dim = keys.shape
         dtype = _support.storage_dtype(self.settings.dtype, keys.dtype)
         made_for = (batch, kv_heads, head_dim, dtype, keys.device)
@@ -242,19 +265,11 @@ class SparseLayer(CacheLayerMixin):
         )
         return self.kv
 
-    def _continue(self, keys: Tensor, keep: list[int] | None, end: int) -> KVCache:
-        """The KVCache, with a capacity of at least `end` tokens and without the tokens that no longer count."""
-        kv = self._filled
-        batch = kv.batch
-        if keys.shape[0] != batch:
-            raise ValueError(
-                f"the cache holds {batch} sequences, got keys of {keys.shape[0]}; "
-                "use another SparseKVCache or reset() this one"
-            )
+    def _continue(self, kv: KVCache, keep: list[int] | None, end: int) -> None:
+        """A capacity of at least `end` tokens, without the tokens that no longer count."""
         if keep is not None:
             kv.crop(keep)
         self._grow(kv, end)
-        return kv
 
     def _fit(self, batch: int) -> None:
         if batch > self._filled.max_batch:

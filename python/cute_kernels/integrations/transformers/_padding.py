@@ -48,10 +48,7 @@ def arrive(valid: Tensor | None, mask: Tensor | None, seen: int, new: int) -> Co
     if mask is None or (mask.is_cuda and torch.cuda.is_current_stream_capturing()):
         return Columns(seen, new, None, None, valid)
     if mask.dim() != 2 or mask.shape[1] != seen + new:
-        raise ValueError(
-            f"attention_mask must have a column for each of the {seen} cached and {new} new tokens, "
-            f"got shape {tuple(mask.shape)}"
-        )
+        raise ValueError(_wrong_columns(tuple(mask.shape), seen, new))
     known = 0 if valid is None else valid.shape[1]
     as_expected = mask[:, known:].all()
     if valid is not None:
@@ -65,7 +62,28 @@ def arrive(valid: Tensor | None, mask: Tensor | None, seen: int, new: int) -> Co
         before[:, :known] = valid.cpu()
     on_host = mask.cpu()
     keep, fresh = _cut(before, on_host[:, :seen]), on_host[:, seen:]
+    _refuse_right_padding(fresh)
     return Columns(seen, new, None if fresh.all() else fresh, keep, None if on_host.all() else mask.clone())
+
+
+def _wrong_columns(shape: tuple[int, ...], seen: int, new: int) -> str:
+    if not seen:
+        return f"attention_mask must have a column for each of the {new} new tokens, got shape {shape}"
+    return (
+        f"the SparseKVCache still holds {seen} tokens of earlier calls, which attention_mask must count beside the "
+        f"{new} new ones; it has shape {shape}. To go on after them pass the ids and the mask of all; for another "
+        "prompt or model call cache.reset() before, or make a new cache; generate(use_cache=False) takes none"
+    )
+
+
+def _refuse_right_padding(fresh: Tensor) -> None:
+    """Rows may bring no token at all, as those that are short have it in a chunk of the batch's prompts."""
+    ends_early = fresh.any(1, keepdim=True) & ~fresh[:, -1:]
+    if ends_early.any():
+        raise ValueError(
+            f"attention_mask has padding behind the new tokens of rows {_rows(ends_early)}: SparseKVCache takes "
+            "padding on the left of a prompt, as tokenizer.padding_side = 'left' makes it"
+        )
 
 
 def tokens_until(valid: Tensor | None, column: int) -> list[int] | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -11,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from cute_kernels.integrations.transformers import _padding, _support
-from cute_kernels.integrations.transformers._attention import DENSE, NAME, KVLength
+from cute_kernels.integrations.transformers._attention import DENSE, NAME, KVLength, TracedLength
 from cute_kernels.integrations.transformers._layer import Settings, SparseLayer
 from cute_kernels.rules import Rule
 
@@ -22,21 +23,26 @@ PerLayer = Number | Sequence[Number | None] | Mapping[int, Number | None] | None
 class SparseKVCache(Cache):
     """A KV cache for `generate` whose older tokens are pruned, stored as bitmaps and packed nonzeros.
 
-        model.generate(**inputs, past_key_values=SparseKVCache(model.config, sparsity=0.7))
-        SparseKVCache(model.config, key_keep=38, value_keep=64)                      # of head_dim channels
-        SparseKVCache(model.config, sparsity=[0.5] * 4 + [0.8] * 28)                 # layer by layer
-        SparseKVCache(model.config, sparsity={layer: 0.7 for layer in range(2, 32)}) # layers 0 and 1 are not pruned
-        SparseKVCache(model.config, sparsity=0.7, value_rule="channel-magnitude")
+        model.generate(**inputs, past_key_values=SparseKVCache(model, sparsity=0.7))
+        SparseKVCache(model, key_keep=38, value_keep=64)                      # of head_dim channels
+        SparseKVCache(model, sparsity=[0.5] * 4 + [0.8] * 28)                 # layer by layer
+        SparseKVCache(model, sparsity={layer: 0.7 for layer in range(2, 32)}) # layers 0 and 1 are not pruned
+        SparseKVCache(model, sparsity=0.7, value_rule="channel-magnitude")
 
     Prompts run through the model's own attention ("sdpa") on dense keys and values and are compressed behind it, layer
     by layer; new tokens attend to the compressed cache and a dense window of the newest tokens. Padding on the left
-    never enters the cache. Beams, several returned sequences, further turns on the same cache, `prefill_chunk_size` and
-    prompt lookup work as with Transformers' DynamicCache. A prompt on a cache that is not empty attends to the pruned
-    tokens.
+    never enters the cache; padding on the right is refused. Beams, several returned sequences, further turns on the
+    same cache, `prefill_chunk_size` and prompt lookup work as with Transformers' DynamicCache. A prompt on a cache that
+    is not empty attends to the pruned tokens.
 
-    config: the model's own config, `model.config`, or the model, whose devices are checked then too. Its attention
-        implementation, which must be "sdpa", is switched to "sparse_kv"; for all other caches, and without one, that is
-        the same as "sdpa".
+    A cache that holds tokens goes on after them: its next pass takes an attention_mask that counts them, or none. For
+    another prompt call `reset()` or make another cache. After a pass that failed midway, by Ctrl-C for example, a cache
+    raises RuntimeError until it is `reset()`. A compiled model.forward is left for the mask, and twice a layer for the
+    cache.
+
+    config: the model. Or its own config, `model.config`: then its class, its devices and its generation_config are not
+        checked here, and what does not fit shows with the first tokens. Its attention implementation, which must be
+        "sdpa", is switched to "sparse_kv"; for all other caches, and without one, that is the same as "sdpa".
     sparsity, keep, key_keep, value_keep: as `cute_kernels.prune` and `KVCache` take them: the share of each token's
         channels to drop, or the number to keep, alike for keys and values or apart. With keep = head_dim nothing is
         lost. Each is one number for all layers, or a sequence of one number for each layer, or a mapping from layers'
@@ -94,28 +100,57 @@ class SparseKVCache(Cache):
         codecs = {"codec": codec, "key_codec": key_codec, "value_codec": value_codec}
         _support.check_codecs(codecs, stored if dtype is not None else model_dtype)
         super().__init__(
-            layers=[SparseLayer(Settings(own | codecs, window, capacity, stored, backend)) for own in every]
+            layers=[SparseLayer(Settings(own | codecs, head_dim, window, capacity, stored, backend)) for own in every]
         )
         self._valid: Tensor | None = None  # which columns are tokens: _padding.Columns.valid
+        self._hidden_layers = getattr(decoder, "num_hidden_layers", None)
+        self.unfinished = False  # a change has begun and not come to its end: layers may differ
         _switch(decoder)
 
     # ---- What the mask and attention functions call -----------------------------------------------------------------
 
-    def arrive(self, columns: int, mask: Tensor | None) -> _padding.Columns:
-        """What a pass brings after which there are so many columns, with a mask (B, columns) bool or None."""
+    def arrive(self, columns: int, mask: Tensor | None, config: Any = None) -> _padding.Columns:
+        """What a pass brings after which there are so many columns, with a mask (B, columns) bool or None; config: of
+        the model that runs."""
+        self._require_finished()
+        layers = getattr(config, "num_hidden_layers", self._hidden_layers)
+        if layers != self._hidden_layers:
+            raise ValueError(
+                f"the SparseKVCache was made for a model of {self._hidden_layers} layers, this one has {layers}: make "
+                "it of the model that uses it, SparseKVCache(model, ...)"
+            )
         seen = self.get_seq_length()
         return _padding.arrive(self._valid, mask, seen, columns - seen)
 
     def begin(self, columns: _padding.Columns) -> None:
-        """The pass has come to its attention."""
+        """The pass starts to change a layer, which says by `unfinished` when it is done."""
+        self.unfinished = True
         self._valid = columns.valid
+
+    def _require_finished(self) -> None:
+        if self.unfinished or any(layer.seen != self.layers[0].seen for layer in self.layers):
+            raise RuntimeError(
+                "an earlier pass or change of this SparseKVCache failed midway, and its layers may differ: reset() it "
+                "and run the prompt again"
+            )
+
+    @contextmanager
+    def _change(self) -> Iterator[None]:
+        """Of all layers. What ends it before its end leaves the cache unfinished."""
+        self._require_finished()
+        self.unfinished = True
+        yield
+        self.unfinished = False
 
     # ---- What generate() and the model call --------------------------------------------------------------------------
 
-    def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int) -> tuple[int, int]:
+    def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int) -> tuple[Any, int]:
         length, offset = self._layer(layer_idx).get_mask_sizes(query_length)
+        if torch.compiler.is_compiling():
+            return TracedLength(length, self), offset
         return KVLength.of(length, self), offset
 
+    @torch.compiler.disable
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
@@ -133,29 +168,34 @@ class SparseKVCache(Cache):
 
     def reset(self) -> None:
         """No tokens any more; memory stays."""
+        self.unfinished = True
         super().reset()
         self._valid = None
+        self.unfinished = False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         rows = beam_idx.tolist()  # once, not in every layer
-        for layer in self.layers:
-            layer.reorder_cache(rows)
-        if self._valid is not None:
-            self._valid = self._valid.index_select(0, beam_idx.to(self._valid.device))
+        with self._change():
+            for layer in self.layers:
+                layer.reorder_cache(rows)
+            if self._valid is not None:
+                self._valid = self._valid.index_select(0, beam_idx.to(self._valid.device))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        super().batch_repeat_interleave(repeats)
-        if self._valid is not None:
-            self._valid = self._valid.repeat_interleave(repeats, dim=0)
+        with self._change():
+            super().batch_repeat_interleave(repeats)
+            if self._valid is not None:
+                self._valid = self._valid.repeat_interleave(repeats, dim=0)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         if indices.dtype == torch.bool:
             indices = indices.nonzero().flatten()
         rows = indices.tolist()
-        for layer in self.layers:
-            layer.batch_select_indices(rows)
-        if self._valid is not None:
-            self._valid = self._valid[indices.to(self._valid.device)]
+        with self._change():
+            for layer in self.layers:
+                layer.batch_select_indices(rows)
+            if self._valid is not None:
+                self._valid = self._valid[indices.to(self._valid.device)]
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the newest columns: so many if negative; if positive, all but so many, as Transformers up to 5.17 has
@@ -167,10 +207,11 @@ class SparseKVCache(Cache):
             return
         known = self._valid is not None and left < self._valid.shape[1]
         lengths = _padding.tokens_until(self._valid, left) if known else None
-        for layer in self.layers:
-            layer.cut(seen - left, left, lengths)
-        if self._valid is not None:
-            self._valid = self._valid[:, :left]
+        with self._change():
+            for layer in self.layers:
+                layer.cut(seen - left, left, lengths)
+            if self._valid is not None:
+                self._valid = self._valid[:, :left]
 
     # ---- CUDA graphs -------------------------------------------------------------------------------------------------
 
