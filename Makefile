@@ -22,7 +22,7 @@ endif
 PIP = $(PY) -m pip --disable-pip-version-check install --quiet
 REQUIREMENTS = third_party/requirements.txt third_party/headers.txt third_party/cuda-headers.txt
 
-# python/ comes first: the package in it, and not the C++ folder cute_kernels/, is what `import cute_kernels` means.
+# python/ comes first: what is measured and tested is this checkout's package, whatever else is installed.
 export PYTHONPATH := $(CURDIR)/python:$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 .PHONY: help build test sweep lint format stubs clean

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
@@ -9,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -242,6 +244,20 @@ def test_every_folder_of_python_is_a_package():
     assert set(setuptools.find_packages(str(python))) == {".".join(f.relative_to(python).parts) for f in folders}
     assert (python / "cute_kernels" / "_C.pyi").is_file() and (python / "cute_kernels" / "py.typed").is_file()
     assert 'cute_kernels = ["py.typed", "*.pyi"]' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_a_source_distribution_holds_the_checkout(tmp_path):
+    """Tests with all that they need, and the pages that they read, among the rest."""
+    if not (ROOT / ".git").exists() or shutil.which("git") is None:
+        pytest.skip("only a git checkout knows its files")
+    run = functools.partial(subprocess.run, cwd=ROOT, check=True, capture_output=True, text=True)
+    run([sys.executable, "setup.py", "-q", "egg_info", f"--egg-base={tmp_path}", "sdist", f"--dist-dir={tmp_path}"])
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as file:
+        held = {name.partition("/")[2] for name in file.getnames()}
+    checked_in = {name for name in run(["git", "ls-files", "-z"]).stdout.split("\0") if (ROOT / name).is_file()}
+    assert len(checked_in) > 100 and not checked_in - held
+    assert not {name for name in held if name.endswith((".pyc", ".so"))}
 
 
 def test_build_files_name_no_path_of_a_machine():

@@ -189,7 +189,7 @@ def test_a_module_reads_no_underscore_name_of_another(name):
     assert not read - allowed and not taken
 
 
-FOLDERS = sorted(path.name for path in LIBRARY.iterdir() if path.is_dir())
+FOLDERS = sorted(path.name for path in LIBRARY.iterdir() if path.is_dir() and path.name != "__pycache__")
 
 
 def includes(folder: str) -> set[str]:
