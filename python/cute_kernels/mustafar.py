@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels._runtime import checks
+from cute_kernels._storage.validation import check_size
 from cute_kernels.compression import compress
 from cute_kernels.sparse_kv import SparseKV
 
@@ -60,18 +61,27 @@ def read(
     role: "key" or "value", whose layouts differ. shape: (B, Hkv, T, D).
 
     Every nonzero is taken over bit for bit. Raises TypeError for a wrong class or dtype; ValueError for a wrong shape
-    or device, and where counts, bitmaps and the number of values contradict each other.
+    or device, for tensors that share memory among their elements, and where counts, bitmaps and the number of values
+    contradict each other.
     """
     checks.role(role)
     batch, kv_heads, tokens, head_dim = _shape(shape)
     heads, groups = batch * kv_heads, tokens * head_dim // GROUP
-    packed, lengths = _values(values, heads)
-    bitmaps = _array(bitmaps, "bitmaps", torch.int64, (heads, groups), packed.device)
-    counts = _array(counts, "counts", torch.int32, (heads, groups + 1), packed.device).long()
-    starts = _starts(counts, offsets, lengths, packed)
+    parts = _values(values, heads)
+    device = parts[0].device
+    bitmaps = _array(bitmaps, "bitmaps", torch.int64, (heads, groups), device)
+    counts = _array(counts, "counts", torch.int32, (heads, groups + 1), device).long()
+    sizes = _sizes(counts, tokens * head_dim)
+    if isinstance(values, Tensor):
+        packed, starts = parts[0].reshape(-1), _starts(sizes, offsets, parts[0].numel())
+    else:
+        _check_lengths(parts, sizes)
+        packed, starts = torch.cat([part.reshape(-1) for part in parts]), _consecutive(sizes)
+        if offsets is not None and not torch.equal(_offsets(offsets, sizes), starts):
+            raise ValueError("offsets must be where each head's values begin in the list, in units of 8 elements")
     flat = torch.empty(heads, groups, GROUP, dtype=packed.dtype, device=packed.device)
     step = max(1, _GROUPS_AT_A_TIME // max(1, heads))
-    for first in range(0, groups, step):
+    for first in range(0, groups if heads else 0, step):
         part = slice(first, first + step)
         flat[:, part] = _unpacked(bitmaps[:, part], counts[:, first : first + step + 1], starts, packed)
     return compress(_arranged(flat, role, (batch, kv_heads, tokens, head_dim)), role=role)
@@ -106,13 +116,11 @@ def read_layer(layer: Sequence[Any]) -> tuple[SparseKV, SparseKV, tuple[Tensor, 
     return caches[0], caches[1], (key_window, value_window)
 
 
-def _shape(shape: Sequence[int]) -> tuple[int, int, int, int]:
-    sizes = tuple(checks.integer(size, "shape") for size in shape)
-    if len(sizes) != 4 or min(sizes) < 0:
-        raise ValueError(f"shape must be four sizes (B, Hkv, T, D), got {sizes}")
+def _shape(shape: Any) -> tuple[int, int, int, int]:
+    sizes = checks.cache_shape(shape)
     if sizes[2] % GROUP or sizes[3] % GROUP:
         raise ValueError(f"shape must have T and D that are multiples of {GROUP}, got T = {sizes[2]}, D = {sizes[3]}")
-    checks.head_dim(sizes[3], "shape", sizes)
+    check_size(sizes)
     return sizes
 
 
@@ -122,43 +130,65 @@ def _array(value: Any, name: str, dtype: torch.dtype, shape: tuple[int, int], de
     checks.device(value.device, name, device, "values")
     if value.shape != shape and value.shape != (shape[0] * shape[1],):
         raise ValueError(f"{name} must have shape {shape} or {(shape[0] * shape[1],)}, got {tuple(value.shape)}")
+    checks.own_memory(value, name)
     return value.reshape(shape)
 
 
-def _values(values: Any, heads: int) -> tuple[Tensor, list[int] | None]:
-    """All values in one tensor, and how many each head has if that was said."""
+def _values(values: Any, heads: int) -> Sequence[Tensor]:
+    """All values in one tensor, or those of each head."""
     if isinstance(values, Tensor):
-        checks.dtype(values, "values", checks.CACHE_DTYPES)
-        return values.reshape(-1), None
+        _check_values(values, "values", checks.CACHE_DTYPES)
+        return (values,)
     if not isinstance(values, (list, tuple)):
         raise TypeError(f"values must be a torch.Tensor or a list of them, got {type(values).__name__}")
     if len(values) != heads or not heads:
         raise ValueError(f"values must be one tensor or a list of B * Hkv = {heads} tensors, got {len(values)}")
     for i, value in enumerate(values):
-        checks.tensor(value, f"values[{i}]")
-        checks.dtype(value, f"values[{i}]", (values[0].dtype,) if i else checks.CACHE_DTYPES)
+        _check_values(value, f"values[{i}]", (values[0].dtype,) if i else checks.CACHE_DTYPES)
         checks.device(value.device, f"values[{i}]", values[0].device, "values[0]")
-    return torch.cat([value.reshape(-1) for value in values]), [value.numel() for value in values]
+    return values
 
 
-def _starts(counts: Tensor, offsets: Any, lengths: list[int] | None, packed: Tensor) -> Tensor:
-    """(N,) int64: where each head's values begin, checked to lie inside what there is."""
+def _check_values(value: Any, name: str, dtypes: Sequence[torch.dtype]) -> None:
+    checks.tensor(value, name)
+    checks.dtype(value, name, dtypes)
+    if value.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{name} must be on a cpu or cuda device, got {value.device}")
+    checks.own_memory(value, name)
+
+
+def _sizes(counts: Tensor, most: int) -> Tensor:
+    """(N,) int64: how many values each head has, at most `most`."""
     sizes = counts[:, -1] * _UNIT
     if (counts[:, 0] != 0).any():
         raise ValueError("counts must begin with 0 in every head")
-    if lengths is not None and sizes.tolist() != lengths:
-        head = next(i for i, (size, length) in enumerate(zip(sizes.tolist(), lengths)) if size != length)
-        raise ValueError(
-            f"values[{head}] must have the {int(sizes[head])} elements that counts says, got {lengths[head]}"
-        )
-    starts = sizes.cumsum(0) - sizes
-    if offsets is not None:
-        offsets = _array(offsets, "offsets", torch.int32, (1, len(sizes)), packed.device).reshape(-1).long()
-        if lengths is not None and not torch.equal(offsets * _OFFSET_UNIT, starts):
-            raise ValueError("offsets must be where each head's values begin in the list, in units of 8 elements")
-        starts = offsets * _OFFSET_UNIT
-    if len(sizes) and bool(((starts < 0) | (sizes < 0) | (starts + sizes > packed.numel())).any()):
-        raise ValueError(f"values must have all elements that counts and offsets point at, got {packed.numel()}")
+    if ((sizes < 0) | (sizes > most)).any():
+        raise ValueError(f"counts must end between 0 and T * D / {_UNIT} = {most // _UNIT} in every head")
+    return sizes
+
+
+def _check_lengths(parts: Sequence[Tensor], sizes: Tensor) -> None:
+    """Before they are joined: parts that share memory could be far larger together than what was read."""
+    for head, (part, size) in enumerate(zip(parts, sizes.tolist())):
+        if part.numel() != size:
+            raise ValueError(f"values[{head}] must have the {size} elements that counts says, got {part.numel()}")
+
+
+def _consecutive(sizes: Tensor) -> Tensor:
+    """(N,) int64: where each head's values begin if they follow each other without gaps."""
+    return sizes.cumsum(0) - sizes
+
+
+def _offsets(offsets: Any, sizes: Tensor) -> Tensor:
+    """(N,) int64: where the caller says that they begin."""
+    return _array(offsets, "offsets", torch.int32, (1, len(sizes)), sizes.device).reshape(-1).long() * _OFFSET_UNIT
+
+
+def _starts(sizes: Tensor, offsets: Any, available: int) -> Tensor:
+    """(N,) int64: where each head's values begin among all, checked to lie inside what there is."""
+    starts = _consecutive(sizes) if offsets is None else _offsets(offsets, sizes)
+    if bool(((starts < 0) | (starts + sizes > available)).any()):
+        raise ValueError(f"values must have all elements that counts and offsets point at, got {available}")
     return starts
 
 

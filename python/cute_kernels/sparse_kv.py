@@ -151,7 +151,8 @@ class SparseKV:
     def to(self, device: torch.device | str | int) -> SparseKV:
         """The same cache on another device, "cpu" or "cuda"; itself if it lies there already.
 
-        Raises ValueError for anything else, RuntimeError without a CUDA device.
+        Raises TypeError if device is no torch.device, str or int, ValueError for other devices and for an index that no
+        device has, RuntimeError without a CUDA device.
         """
         target = checks.kernel_device(device)
         if self.row_offsets.to(target) is self.row_offsets:
@@ -187,7 +188,8 @@ class SparseKV:
         Reads what earlier versions wrote, too, from format version 3 on.
 
         Raises TypeError if `state` is no mapping, a tensor is no Tensor or the metadata no mapping; ValueError for
-        missing or foreign keys, another format or version, and for everything that `validate` refuses.
+        missing or foreign keys, another format or version, and for everything that `validate` refuses. Nothing is
+        copied before strides and sizes are checked: a small file cannot ask for much memory.
         """
         kv = from_storage(read_state(state))
         kv.validate()

@@ -136,6 +136,45 @@ def test_empty(shape):
     assert mustafar.read(bitmaps, counts, packed, offsets, role="key", shape=shape).shape == shape
 
 
+def test_arrays_that_claim_much_memory():
+    """Refused before anything is copied: files may hold tensors that are larger than a machine's memory."""
+    tokens, zero = 2**32, torch.zeros(1)
+    groups = tokens * 64 // 64
+    bitmaps, counts = zero.long().expand(1, groups), zero.int().expand(1, groups + 1)
+    empty = zero.half()[:0]
+
+    def refused(message, *arguments, shape=(1, 1, tokens, 64)):
+        with pytest.raises(ValueError, match=message):
+            mustafar.read(*arguments, role="key", shape=shape)
+
+    refused("bitmaps must have memory for each", bitmaps, counts, [empty])
+    small = {"shape": (1, 1, 64, 64)}
+    bitmaps, counts = zero.long().expand(1, 64).contiguous(), zero.int().expand(1, 65)
+    refused("counts must have memory for each", bitmaps, counts, [empty], **small)
+    counts = counts.contiguous()
+    refused("values must have memory for each", bitmaps, counts, zero.half().expand(2**45), **small)
+    refused(r"values\[0\] must have memory for each", bitmaps, counts, [zero.half().expand(2**45)], **small)
+    counts[0, -1] = 2**30
+    refused("counts must end between 0 and .* = 2048", bitmaps, counts, [zero.half()], **small)
+    heads, one = 2**10, torch.zeros(2**12).half()
+    counts = torch.zeros(heads, 65, dtype=torch.int32)
+    refused(
+        r"values\[0\] must have the 0",
+        bitmaps.expand(heads, 64).clone(),
+        counts,
+        [one] * heads,
+        shape=(heads, 1, 64, 64),
+    )
+
+
+def test_a_layout_without_heads_and_with_many_tokens():
+    shape = (0, 2, 2**40, 64)
+    bitmaps, counts = (
+        torch.empty(0, 2**40 + more, dtype=dtype) for more, dtype in ((0, torch.int64), (1, torch.int32))
+    )
+    assert mustafar.read(bitmaps, counts, torch.empty(0).half(), role="value", shape=shape).shape == shape
+
+
 def test_contradictions_are_refused(rng):
     x = oracle.prune(oracle.gaussian(1, 2, 64, 64), 20)
     bitmaps, counts, values, offsets = write(x, "key")
@@ -167,6 +206,10 @@ def test_contradictions_are_refused(rng):
     refused(ValueError, "counts must have shape", bitmaps, counts[:, 1:], values)
     refused(ValueError, "multiples of 64", bitmaps, counts, values, shape=(1, 2, 32, 128))
     refused(ValueError, "four sizes", bitmaps, counts, values, shape=(2, 64, 64))
+    refused(TypeError, "shape must be a sequence", bitmaps, counts, values, shape=5)
+    refused(ValueError, "shape", bitmaps, counts, values, shape=(1, 2, 2**70, 64))
+    refused(TypeError, "values must be a dense", bitmaps, counts, values[0].to_sparse())
+    refused(ValueError, "values must be on a cpu or cuda device", bitmaps, counts, torch.cat(values).to("meta"))
     refused(ValueError, "role", bitmaps, counts, values, role="keys")
     refused(ValueError, "on the device", bitmaps.to("meta"), counts, values)
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import cute_kernels as ck
 from cute_kernels._storage.tile_reader import decompress as decompress_reference
+from cute_kernels._storage.validation import ALIGNMENT
 from cute_kernels.sparse_kv import storage_of
 from tests.support import oracle
 
@@ -275,6 +276,8 @@ DAMAGE = {
     "blocks of 31 lanes": ("blocks", replace("blocks", lambda t: t[:, :31].contiguous())),
     "flat blocks": ("blocks", replace("blocks", lambda t: t.flatten())),
     "strided blocks": ("blocks", replace("blocks", lambda t: t.t().contiguous().t())),
+    "nested blocks": ("blocks", replace("blocks", lambda t: torch.nested.nested_tensor([t, t]))),
+    "blocks without data": ("blocks", replace("blocks", lambda t: t.to("meta"))),
     "scalar blocks": ("blocks", replace("blocks", lambda t: t[0, 0].clone())),
     "sparse blocks": ("blocks", replace("blocks", lambda t: t.to_sparse())),
     "blocks without the last row": ("row_offsets", one_row_less),
@@ -325,6 +328,9 @@ DAMAGE = {
     "odd head dim": ("shape", metadata(shape=[2, 2, 150, 81])),
     "huge head dim": ("shape", metadata(shape=[2, 2, 150, 2**40])),
     "huge batch": ("shape", metadata(shape=[2**40, 2, 150, 80])),
+    "huge T of an empty cache": ("shape", metadata(shape=[0, 2, 2**62, 80])),
+    "sizes of more digits than Python writes": ("shape", metadata(shape=[2, 2, 10**5000, 80])),
+    "version of more digits than Python writes": ("version", metadata(version=10**5000)),
     "more tokens": (None, metadata(shape=[2, 2, 250, 80])),
     "fewer tokens": ("blocks", metadata(shape=[2, 2, 149, 80])),
     "smaller head dim": ("blocks", metadata(shape=[2, 2, 150, 72])),
@@ -374,6 +380,33 @@ def test_refuses_tensors_on_different_devices(rng):
     state["token_order"] = state["token_order"].cpu()
     with pytest.raises(ValueError, match="token_order"):
         ck.SparseKV.from_state_dict(state)
+
+
+def endless_blocks(state, element):
+    state["blocks"] = element.expand(2**45, 32)
+
+
+def endless_channel_orders(state, element):
+    heads = 2**31 - 1
+    state["blocks"], state["row_offsets"] = state["blocks"][:0], torch.zeros(1, dtype=torch.int32)
+    state["token_order"] = torch.empty(heads, 1, 0, 64, dtype=torch.uint8)
+    state["channel_order"] = element.view(torch.uint8)[:1].expand(heads, 1, 128)
+    state["metadata"].update(shape=[heads, 1, 0, 80], max_tile_rows=0)
+
+
+@pytest.mark.parametrize("field, claim", [("blocks", endless_blocks), ("channel_order", endless_channel_orders)])
+def test_a_small_file_that_claims_much_memory(field, claim, tmp_path):
+    """Refused before anything is copied: its tensors are larger than a machine's memory."""
+    state = cloned(make())
+    element = torch.zeros(2, dtype=torch.int32)[1:]
+    assert element.data_ptr() % ALIGNMENT, "an aligned one would not be copied"
+    claim(state, element)
+    path = tmp_path / "small.pt"
+    torch.save(state, path)
+    assert path.stat().st_size < 2**17
+    for read in (state, torch.load(path, weights_only=True)):
+        with pytest.raises(ValueError, match=f"{field}: must be contiguous"):
+            ck.SparseKV.from_state_dict(read)
 
 
 @pytest.mark.parametrize("state", [None, 3, "blocks", ["blocks"], torch.zeros(1)])

@@ -21,23 +21,41 @@ CACHE_DTYPES = (torch.float16, torch.bfloat16)
 PRODUCT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
+_LONGEST_SHOWN = 80
 
 
 def dtype_name(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def shown(value: Any) -> str:
+    """What was given, for a message: its repr where that is short, otherwise its class."""
+    try:
+        text = repr(value)
+    except Exception:  # of an int with more digits than Python writes, or of a class of the caller's own
+        text = ""
+    return text if 0 < len(text) <= _LONGEST_SHOWN else type(value).__name__
+
+
 def tensor(value: Any, name: str) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
-    if value.layout != torch.strided:
-        raise TypeError(f"{name} must be a dense (strided) tensor, got layout {value.layout}")
+    if value.layout != torch.strided or value.is_nested:
+        kind = "a nested tensor" if value.is_nested else f"layout {value.layout}"
+        raise TypeError(f"{name} must be a dense (strided) tensor, got {kind}")
 
 
 def dtype(value: Tensor, name: str, allowed: Sequence[torch.dtype], why: str = "") -> None:
     if value.dtype not in allowed:
         names = " or ".join(dtype_name(d) for d in allowed)
         raise TypeError(f"{name} must be {names}{why}, got {dtype_name(value.dtype)}")
+
+
+def chosen_dtype(value: Any, name: str, allowed: Sequence[torch.dtype]) -> None:
+    """An argument that is a dtype."""
+    if not isinstance(value, torch.dtype) or value not in allowed:
+        names = " or ".join(map(str, allowed))
+        raise TypeError(f"{name} must be {names}, got {shown(value)}")
 
 
 def device(found: torch.device, name: str, expected: torch.device, of: str) -> None:
@@ -51,6 +69,15 @@ def unit_stride(value: Tensor, name: str) -> None:
         raise ValueError(
             f"{name} must have stride 1 in its last dimension, got strides {tuple(value.stride())}; "
             f"pass {name}.contiguous()"
+        )
+
+
+def own_memory(value: Tensor, name: str) -> None:
+    """For tensors that may come from somebody else's file: an expanded one claims any size without having it there."""
+    if value.nbytes > value.untyped_storage().nbytes():
+        raise ValueError(
+            f"{name} must have memory for each of its elements, got shape {tuple(value.shape)} with strides "
+            f"{tuple(value.stride())} in {value.untyped_storage().nbytes()} bytes"
         )
 
 
@@ -81,17 +108,31 @@ def head_dim(value: int, name: str, shape: Sequence[int]) -> None:
         )
 
 
+def cache_shape(value: Any) -> tuple[int, int, int, int]:
+    """A shape (B, Hkv, T, D) that the caller names."""
+    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
+        raise TypeError(f"shape must be a sequence of four sizes (B, Hkv, T, D), got {type(value).__name__}")
+    if len(value) != 4:
+        raise ValueError(f"shape must be four sizes (B, Hkv, T, D), got {shown(value)}")
+    batch, kv_heads, tokens, channels = (integer(size, "every size of shape") for size in value)
+    sizes = batch, kv_heads, tokens, channels
+    if min(sizes) < 0:
+        raise ValueError(f"shape must have sizes of at least 0, got {sizes}")
+    head_dim(channels, "shape", sizes)
+    return sizes
+
+
 def role(value: Any) -> None:
     if not isinstance(value, str) or value not in ROLE_CODES:
-        raise ValueError(f"role must be 'key' or 'value', got {value!r}")
+        raise ValueError(f"role must be 'key' or 'value', got {shown(value)}")
 
 
 def kept_elements(head_dim: int, sparsity: Any, keep: object, keep_name: str = "keep") -> int:
     """How many of `head_dim` elements each token keeps; 0: all that are nonzero."""
     if sparsity is not None and keep is not None:
         raise ValueError(
-            f"sparsity and {keep_name} say the same thing: pass one of them, got sparsity={sparsity!r} and "
-            f"{keep_name}={keep!r}"
+            f"sparsity and {keep_name} say the same thing: pass one of them, got sparsity={shown(sparsity)} and "
+            f"{keep_name}={shown(keep)}"
         )
     if keep is not None:
         count = integer(keep, keep_name)
@@ -106,13 +147,16 @@ def kept_elements(head_dim: int, sparsity: Any, keep: object, keep_name: str = "
     return 0
 
 
-def integer(value: Any, name: str) -> int:
+def integer(value: Any, name: str, most: int = 2**63 - 1) -> int:
     if isinstance(value, bool):
         raise TypeError(f"{name} must be an integer, got bool")
     try:
-        return operator.index(value)
-    except TypeError:
+        number = operator.index(value)
+    except Exception:  # a tensor without data raises RuntimeError
         raise TypeError(f"{name} must be an integer, got {type(value).__name__}") from None
+    if not -(2**63) <= number <= most:
+        raise ValueError(f"{name} must be from {-(2**63)} to {most}, got an integer of {number.bit_length()} bits")
+    return number
 
 
 def real(value: Any, name: str) -> float:
@@ -147,16 +191,26 @@ def pair(value: Any, name: str) -> tuple[Any, Any]:
 
 
 def kernel_device(value: Any) -> torch.device:
-    """A cpu or cuda device, with its index."""
+    """A cpu or cuda device as tensors on it name it: "cpu", or "cuda" with an index."""
+    if isinstance(value, bool) or not isinstance(value, (torch.device, str, numbers.Integral)):
+        raise TypeError(f"device must be a torch.device, a str or an int, got {type(value).__name__}")
     try:
-        target = torch.device(value)
-    except RuntimeError:
-        raise ValueError(f"device must name a cpu or cuda device, got {value!r}") from None
+        name = str(value) if isinstance(value, (torch.device, str)) else f"cuda:{int(value)}"
+        target = torch.device(name)
+    except (RuntimeError, ValueError):  # ValueError: an int of more digits than Python writes
+        raise ValueError(f"device must name a cpu or cuda device, got {shown(value)}") from None
+    if str(target) != name:  # torch takes an index modulo 256
+        raise ValueError(f"device must name a cpu or cuda device, got {shown(value)}")
     if target.type not in ("cpu", "cuda"):
         raise ValueError(f"device must be a cpu or cuda device, got {target}")
-    if target.type == "cuda" and not torch.cuda.is_available():
+    if target.type == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
         raise RuntimeError("device 'cuda': torch finds no CUDA device")
-    return target
+    index = torch.cuda.current_device() if target.index is None else target.index
+    if index >= torch.cuda.device_count():
+        raise ValueError(f"device must be one of torch's {torch.cuda.device_count()} CUDA devices, got {target}")
+    return torch.device("cuda", index)
 
 
 def output(out: Any, expected: Sequence[int], expected_dtype: torch.dtype, of: torch.device) -> None:

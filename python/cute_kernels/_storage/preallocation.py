@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,9 +16,8 @@ from cute_kernels._storage.storage import Storage
 
 def preallocated(shape: Any, dtype: Any, role: Any, sparsity: Any, keep: Any, codec: Any, device: Any) -> Storage:
     """A cache of zeros whose tensors are large enough for any other; checks the arguments."""
-    sizes = _sizes(shape)
-    if dtype not in checks.CACHE_DTYPES:
-        raise TypeError(f"dtype must be float16 or bfloat16, got {checks.dtype_name(dtype)}")
+    sizes = checks.cache_shape(shape)
+    checks.chosen_dtype(dtype, "dtype", checks.CACHE_DTYPES)
     checks.role(role)
     kept = checks.kept_elements(sizes[3], sparsity, keep)
     codec = chosen_codec(codec, "codec", dtype)
@@ -51,17 +49,5 @@ def refilled(content: Storage, keep: int) -> Storage:
     for name in ("row_offsets", "token_order", "channel_order"):
         getattr(storage, name).copy_(getattr(content, name))
     assert storage.totals is not None and content.nnz is not None
-    storage.totals.copy_(torch.tensor([rows, content.max_tile_rows, content.nnz], dtype=torch.int64))
+    storage.totals.copy_(torch.tensor([rows, content.max_tile_rows, content.nnz], dtype=torch.int64, device="cpu"))
     return storage
-
-
-def _sizes(shape: Any) -> tuple[int, int, int, int]:
-    if not isinstance(shape, Sequence) or isinstance(shape, str):
-        raise TypeError(f"shape must be a sequence of four sizes (B, Hkv, T, D), got {type(shape).__name__}")
-    if len(shape) != 4:
-        raise ValueError(f"shape must be four sizes (B, Hkv, T, D), got {tuple(shape)}")
-    batch, kv_heads, tokens, head_dim = (checks.integer(size, "shape's sizes") for size in shape)
-    if min(batch, kv_heads, tokens) < 0:
-        raise ValueError(f"shape must have sizes of at least 0, got {tuple(shape)}")
-    checks.head_dim(head_dim, "shape", tuple(shape))
-    return batch, kv_heads, tokens, head_dim

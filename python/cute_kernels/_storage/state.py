@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cute_kernels._runtime.checks import shown
 from cute_kernels._runtime.extension import CODEC_CODES, ROLE_CODES, TILE_FORMATS, codecs_of, own_codec
 from cute_kernels._storage.storage import TENSORS, TILE_FORMAT, Storage
-from cute_kernels._storage.validation import ALIGNMENT
+from cute_kernels._storage.validation import ALIGNMENT, check_tensors
 
 FORMAT_NAME = "cute_kernels.sparse_kv"
 FORMAT_VERSION = 4
@@ -36,20 +37,25 @@ def state_metadata(storage: Storage) -> dict[str, Any]:
 
 
 def read_state(state: object) -> Storage:
-    """The storage that a state describes; tensors are aligned, but otherwise as they were given."""
+    """The storage that a state describes, of tensors that `check_tensors` takes and that are aligned.
+
+    A state may come from a file that somebody else wrote: no memory is taken before its tensors are known to be as
+    large as they claim, and as large as the metadata say.
+    """
     if not isinstance(state, Mapping):
         raise TypeError(f"state must be a dict as state_dict() returns it, got {type(state).__name__}")
     _check_keys(state, "state", {*TENSORS, "metadata"})
     for name in TENSORS:
         if not isinstance(state[name], Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(state[name]).__name__}")
-    checked = _checked_metadata(state["metadata"])
-    tensors: dict[str, Any] = {name: _aligned(state[name]) for name in TENSORS}
-    return Storage(**tensors, **checked)
+    tensors: dict[str, Any] = {name: state[name] for name in TENSORS}
+    storage = Storage(**tensors, **_checked_metadata(state["metadata"]))
+    check_tensors(storage)
+    return storage.with_tensors({name: _aligned(tensor) for name, tensor in storage.tensors().items()})
 
 
 def _check_keys(given: Mapping[str, Any], name: str, expected: set[str]) -> None:
-    missing, foreign = sorted(expected - given.keys()), sorted(map(str, given.keys() - expected))
+    missing, foreign = sorted(expected - given.keys()), sorted(map(shown, given.keys() - expected))
     if missing or foreign:
         raise ValueError(f"{name} must have the keys {sorted(expected)}; missing: {missing}, not known: {foreign}")
 
@@ -58,20 +64,22 @@ def _checked_metadata(metadata: object) -> dict[str, Any]:
     if not isinstance(metadata, Mapping):
         raise TypeError(f"metadata must be a dict, got {type(metadata).__name__}")
     if metadata.get("format") != FORMAT_NAME:
-        raise ValueError(f"metadata: format must be '{FORMAT_NAME}', got {metadata.get('format')!r}")
+        raise ValueError(f"metadata: format must be '{FORMAT_NAME}', got {shown(metadata.get('format'))}")
     version = metadata.get("version")
     if not isinstance(version, int) or not OLDEST_VERSION <= version <= FORMAT_VERSION:
-        raise ValueError(f"metadata: version must be from {OLDEST_VERSION} to {FORMAT_VERSION}, got {version!r}")
+        raise ValueError(f"metadata: version must be from {OLDEST_VERSION} to {FORMAT_VERSION}, got {shown(version)}")
     _check_keys(metadata, "metadata", _KEYS if version == OLDEST_VERSION else _KEYS | _NEW_KEYS)
     role, dtype, shape = metadata["role"], metadata["dtype"], metadata["shape"]
     if not isinstance(role, str) or role not in ROLE_CODES:
-        raise ValueError(f"metadata: role must be 'key' or 'value', got {role!r}")
+        raise ValueError(f"metadata: role must be 'key' or 'value', got {shown(role)}")
     if not isinstance(dtype, str) or dtype not in _DTYPES:
-        raise ValueError(f"metadata: dtype must be 'float16' or 'bfloat16', got {dtype!r}")
+        raise ValueError(f"metadata: dtype must be 'float16' or 'bfloat16', got {shown(dtype)}")
     if not isinstance(shape, (list, tuple)) or len(shape) != 4 or not all(_is_size(size) for size in shape):
-        raise ValueError(f"metadata: shape must be four sizes [B, Hkv, T, D], got {shape!r}")
+        raise ValueError(f"metadata: shape must be four sizes [B, Hkv, T, D], got {shown(shape)}")
     if not _is_size(metadata["max_tile_rows"]):
-        raise ValueError(f"metadata: max_tile_rows must be a non-negative integer, got {metadata['max_tile_rows']!r}")
+        raise ValueError(
+            f"metadata: max_tile_rows must be an integer from 0 to 2^63 - 1, got {shown(metadata['max_tile_rows'])}"
+        )
     return {
         "role": role,
         "dtype": _DTYPES[dtype],
@@ -86,9 +94,9 @@ def _checked_codec(metadata: Mapping[str, Any], dtype: torch.dtype) -> str:
         return own_codec(dtype)
     tile_format, codec = metadata["tile_format"], metadata["codec"]
     if not isinstance(tile_format, str) or tile_format not in TILE_FORMATS:
-        raise ValueError(f"metadata: tile_format must be one of {', '.join(TILE_FORMATS)}, got {tile_format!r}")
+        raise ValueError(f"metadata: tile_format must be one of {', '.join(TILE_FORMATS)}, got {shown(tile_format)}")
     if not isinstance(codec, str) or codec not in CODEC_CODES:
-        raise ValueError(f"metadata: codec must be one of {', '.join(CODEC_CODES)}, got {codec!r}")
+        raise ValueError(f"metadata: codec must be one of {', '.join(CODEC_CODES)}, got {shown(codec)}")
     if codec not in codecs_of(dtype):
         raise ValueError(f"metadata: codec '{codec}' does not store {metadata['dtype']}")
     return codec
@@ -100,6 +108,4 @@ def _is_size(value: object) -> bool:
 
 def _aligned(tensor: Tensor) -> Tensor:
     # A tensor mapped from a file, or a slice of a larger one, can start at any address.
-    if tensor.device.type in ("cpu", "cuda") and tensor.layout == torch.strided and tensor.data_ptr() % ALIGNMENT:
-        return tensor.clone()
-    return tensor
+    return tensor.clone() if tensor.data_ptr() % ALIGNMENT else tensor

@@ -14,7 +14,7 @@ from torch import Tensor
 from cute_kernels._runtime.extension import _C, CODEC_CODES, DTYPE_CODES
 from cute_kernels._runtime.launching import Kernels, address
 from cute_kernels._storage.tile_reader import tiles_per_head
-from cute_kernels._storage.validation import MAX_ROWS
+from cute_kernels._storage.validation import MAX_ROWS, check_size
 
 TOTALS = 3  # rows in all, rows of the longest tile, nonzeros
 
@@ -35,8 +35,9 @@ def likely_rows_of_tile(padded_head_dim: int, kept: int, codec: str) -> int:
 def empty_tensors(shape: Sequence[int], kept: int, codec: str, device: torch.device) -> dict[str, Any]:
     """The storage of a cache of zeros, large enough for any that has `kept` nonzeros a token; 0: any number.
 
-    Raises ValueError if so many rows cannot be addressed.
+    Raises ValueError if so many rows or elements cannot be addressed.
     """
+    check_size(shape)
     batch, kv_heads, tokens, head_dim = shape
     padded, tile_tokens = _C.format.padded_head_dim(head_dim), _C.format.TILE_TOKENS
     tiles = batch * kv_heads * tiles_per_head(tokens)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -21,22 +24,42 @@ TENSOR_DTYPES = {
 
 def check_storage(storage: Storage) -> int:
     """Raises ValueError, naming the field, or returns the number of nonzeros."""
-    _check_tensors(storage)
+    check_tensors(storage)
+    for name, tensor in storage.tensors().items():
+        if tensor.data_ptr() % ALIGNMENT:
+            raise ValueError(f"{name}: must start at a multiple of {ALIGNMENT} bytes")
     _check_row_offsets(storage)
     _check_permutation(storage.token_order, "token_order")
     _check_permutation(storage.channel_order, "channel_order")
     return sum(_check_chunk(storage, first, last) for first, last in tile_reader.chunks(storage))
 
 
-def _check_tensors(storage: Storage) -> None:
+def check_size(shape: Sequence[int]) -> None:
+    """ValueError for the shape (B, Hkv, T, D) of a cache that no storage can hold, be it one without elements.
+
+    D has been checked.
+    """
+    batch, kv_heads, tokens, head_dim = shape
+    padded, tiles = _C.format.padded_head_dim(head_dim), tile_reader.tiles_per_head(tokens)
+    if batch * kv_heads * tiles * _C.format.bitmap_rows(padded) > MAX_ROWS or max(batch, kv_heads) > MAX_ROWS:
+        raise ValueError(f"shape: {tuple(shape)} has more tiles than row_offsets can count")
+    if math.prod(max(1, size) for size in (batch, kv_heads, tiles * _C.format.TILE_TOKENS, padded)) >= 2**63:
+        raise ValueError(f"shape: {tuple(shape)} has more elements than a tensor can address")
+
+
+def check_tensors(storage: Storage) -> None:
+    """Raises ValueError unless every tensor is dense memory of the size that the cache's shape asks for. Reads none of
+    their elements and takes no memory."""
+    for name, tensor in storage.tensors().items():
+        if tensor.layout != torch.strided or tensor.is_nested or tensor.device.type not in ("cpu", "cuda"):
+            kind = "a nested one" if tensor.is_nested else tensor.layout
+            raise ValueError(f"{name}: must be a dense tensor on a cpu or cuda device, got {kind} on {tensor.device}")
     batch, kv_heads, tokens, head_dim = storage.shape
     padded = _C.format.padded_head_dim(head_dim) if head_dim < 2**31 else 0
     if padded == 0:
         raise ValueError(f"shape: D must be a multiple of 8, from 8 to {max(_C.format.HEAD_DIMS)}, got {head_dim}")
-    tiles = tile_reader.tiles_per_head(tokens)
-    if batch * kv_heads * tiles * _C.format.bitmap_rows(padded) > MAX_ROWS or max(batch, kv_heads) > MAX_ROWS:
-        raise ValueError(f"shape: {tuple(storage.shape)} has more tiles than row_offsets can count")
-    tile_tokens = _C.format.TILE_TOKENS
+    check_size(storage.shape)
+    tiles, tile_tokens = tile_reader.tiles_per_head(tokens), _C.format.TILE_TOKENS
     shapes = {
         "blocks": (storage.blocks.shape[0] if storage.blocks.dim() else 0, _C.format.LANES),
         "row_offsets": (batch * kv_heads * tiles + 1,),
@@ -44,10 +67,6 @@ def _check_tensors(storage: Storage) -> None:
         "channel_order": (batch, kv_heads, padded),
     }
     for name, tensor in storage.tensors().items():
-        if tensor.layout != torch.strided or tensor.device.type not in ("cpu", "cuda"):
-            raise ValueError(
-                f"{name}: must be a dense tensor on a cpu or cuda device, got {tensor.layout} on {tensor.device}"
-            )
         if tensor.dtype != TENSOR_DTYPES[name]:
             raise ValueError(f"{name}: must be {TENSOR_DTYPES[name]}, got {tensor.dtype}")
         if tuple(tensor.shape) != shapes[name]:
@@ -59,8 +78,6 @@ def _check_tensors(storage: Storage) -> None:
             raise ValueError(f"{name}: must be contiguous, got strides {tuple(tensor.stride())}")
         if tensor.device != storage.blocks.device:
             raise ValueError(f"{name}: must be on the device of blocks, {storage.blocks.device}, got {tensor.device}")
-        if tensor.data_ptr() % ALIGNMENT:
-            raise ValueError(f"{name}: must start at a multiple of {ALIGNMENT} bytes")
 
 
 def _check_row_offsets(storage: Storage) -> None:
