@@ -91,8 +91,10 @@ def sparse_attention(
     attention_checks.seq_lens(seq_lens, keys)
     checks.flag(causal, "causal")
     checks.flag(return_lse, "return_lse")
-    if num_splits is not None and checks.integer(num_splits, "num_splits") < 1:
-        raise ValueError(f"num_splits must be at least 1, got {num_splits}")
+    if num_splits is not None:
+        num_splits = checks.integer(num_splits, "num_splits")
+        if num_splits < 1:
+            raise ValueError(f"num_splits must be at least 1, got {num_splits}")
     if out is not None:
         checks.output(out, q.shape, q.dtype, keys.device)
     check_name(backend)
@@ -103,6 +105,7 @@ def sparse_attention(
         result, lse = run(*inputs, return_lse=return_lse, out=out)
         if q.numel():
             name = resolve(backend, q.device)
+            options = scale, causal, return_lse, num_splits, backend  # num_splits is an int now, and no array
             keys.last_call = AttentionCall(q, keys, values, seq_lens, options, factor=factor, splits=splits, name=name)
         return result if lse is None else (result, lse)
     tensors = q, *arguments.pack(keys), *arguments.pack(values), k_window, v_window, seq_lens
@@ -146,17 +149,18 @@ def run(
     if k_window is not None and v_window is not None and k_window.shape[2]:
         window = checks.plain(k_window), checks.plain(v_window)
     lengths = None if seq_lens is None else checks.plain(seq_lens).contiguous()
-    if backend == "reference":
-        dense = tile_reader.decompress(keys), tile_reader.decompress(values)
-        out, computed = reference.attend(*dense, q, window=window, lengths=lengths, scale=scale, causal=causal, out=out)
-        if lse is not None:
-            return out, lse.copy_(computed)
-        return out, computed if return_lse else None
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if lse is None and return_lse:
         lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    if out.numel():
+    if not out.numel():
+        return out, lse
+    if backend == "reference":
+        dense = tile_reader.decompress(keys), tile_reader.decompress(values)
+        _, computed = reference.attend(*dense, q, window=window, lengths=lengths, scale=scale, causal=causal, out=out)
+        if lse is not None:
+            lse.copy_(computed)
+    else:
         q = checks.plain(q)
         packed = None if window is None else pack_window(*window)
         problem = pack_problem(keys.view(), values.view(), packed, q, scale=scale, causal=causal, num_splits=num_splits)

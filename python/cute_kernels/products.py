@@ -49,8 +49,7 @@ def sparse_qk(
     _, _, tokens, head_dim = keys.shape
     shape = (*query_side(q, "q", keys, "k", head_dim, "D", (keys.dtype,), " like k"), tokens)
     scale = checks.scale(scale)
-    if out_dtype not in checks.PRODUCT_DTYPES:
-        raise TypeError(f"out_dtype must be torch.float32, torch.float16 or torch.bfloat16, got {out_dtype!r}")
+    checks.chosen_dtype(out_dtype, "out_dtype", checks.PRODUCT_DTYPES)
     if out is not None:
         checks.output(out, shape, out_dtype, keys.device)
     check_name(backend)

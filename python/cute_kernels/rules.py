@@ -41,6 +41,7 @@ from torch import Tensor
 
 from cute_kernels._runtime import checks
 
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # of what rules take beside the cache
 GROUP_TOKENS = 32  # as in the experiments of arXiv 2505.22913
 
 
@@ -63,8 +64,9 @@ class Rule(abc.ABC):
     def mask(self, x: Tensor, kept: int, role: str | None) -> Tensor:
         """What is kept of x: bool, of its shape and device.
 
-        x: (B, Hkv, T, D), any floating dtype. kept: of every D elements, 1 to D. role: "key", "value", or None if the
-        caller does not say. Raises ValueError if the rule does not serve the role or its inputs do not fit x.
+        x: (B, Hkv, T, D), float16, bfloat16, float32 or float64. kept: of every D elements, 1 to D. role: "key",
+        "value", or None if the caller does not say. Raises ValueError if the rule does not serve the role or its inputs
+        do not fit x.
         """
 
     def mean_kept(self, kept: int, head_dim: int) -> int:
@@ -74,7 +76,17 @@ class Rule(abc.ABC):
 
     @torch.no_grad()
     def prune(self, x: Tensor, kept: int, role: str | None = None) -> Tensor:
-        """x with +0 for what is dropped and for -0.0; contiguous. Arguments as for `mask`; kept 0: every nonzero."""
+        """x with +0 for what is dropped and for -0.0; contiguous. Arguments as for `mask`; kept 0: every nonzero.
+
+        Raises TypeError for a wrong class or dtype, ValueError for a wrong shape, role or range, or a wrong mask, and
+        what `mask` raises.
+        """
+        x = _floats(x, "x", (4,))
+        kept = checks.integer(kept, "kept")
+        if not 0 <= kept <= x.shape[3]:
+            raise ValueError(f"kept must be from 0 to D = {x.shape[3]}, got {kept}")
+        if role is not None:
+            checks.role(role)
         if kept == 0 or x.numel() == 0:
             return torch.where(x == 0, 0.0, x).contiguous()
         mask = self.mask(x, kept, role)
@@ -216,14 +228,14 @@ class Random(Rule):
     """Per token `kept` elements by chance: what any other rule has to beat.
 
     seed: of a generator on the CPU that goes on from call to call of the rule, so that keys, values and layers differ
-    and CPU and GPU agree. The name "random" means a new Random(0) for the call.
+    and CPU and GPU agree; from -2^63 to 2^64 - 1. The name "random" means a new Random(0) for the call.
     """
 
     name = "random"
     per_token = True
 
     def __init__(self, seed: int = 0) -> None:
-        self._generator = torch.Generator("cpu").manual_seed(checks.integer(seed, "seed"))
+        self._generator = torch.Generator("cpu").manual_seed(checks.integer(seed, "seed", 2**64 - 1))
 
     def mask(self, x: Tensor, kept: int, role: str | None) -> Tensor:
         return largest(torch.rand(x.shape, generator=self._generator, device="cpu").to(x.device), kept, 3)
@@ -251,7 +263,7 @@ def resolve(method: Any, argument: str = "method") -> Rule:
         return method
     if not isinstance(method, str) or method not in RULES:
         names = ", ".join(map(repr, RULES))
-        raise ValueError(f"{argument} must be one of {names} or a cute_kernels.rules.Rule, got {method!r}")
+        raise ValueError(f"{argument} must be one of {names} or a cute_kernels.rules.Rule, got {checks.shown(method)}")
     if method in _NEED_INPUTS:
         raise ValueError(f"{argument} {method!r} needs inputs: pass cute_kernels.rules.{_NEED_INPUTS[method]}")
     return RULES[method]()
@@ -273,14 +285,20 @@ def attention_mass(q: Tensor, k: Tensor, *, scale: float | None = None, causal: 
 
     q: (B, Hq, Sq, D), of the Sq newest tokens. k: (B, Hkv, T, D), T >= Sq if causal. scale: default 1 / sqrt(D).
     Returns (B, Hkv, T) float32: probabilities summed over Sq and the query heads of a KV head.
+
+    Raises TypeError for a wrong class or dtype, ValueError for a wrong shape, device or range.
     """
     q, k = _floats(q, "q", (4,)), _floats(k, "k", (4,))
+    factor = max(1, q.shape[3]) ** -0.5 if scale is None else checks.scale(scale)
+    checks.flag(causal, "causal")
     queries = _by_kv_head(q, "q", k, 3, 3).float()  # (B, Hkv, G, Sq, D)
     count, tokens = q.shape[2], k.shape[2]
     if causal and count > tokens:
         raise ValueError(f"q must be of the newest of k's T = {tokens} tokens, got Sq = {count}")
+    if 0 in q.shape[:3]:  # no query, but maybe more tokens than fit into a mask
+        return torch.zeros(k.shape[:3], device=k.device)
     logits = queries @ k.float().transpose(-1, -2)[:, :, None]
-    logits *= q.shape[3] ** -0.5 if scale is None else scale
+    logits *= factor
     if causal:
         hidden = torch.ones(count, tokens, dtype=torch.bool, device=q.device).triu_(tokens - count + 1)
         logits.masked_fill_(hidden, float("-inf"))
@@ -319,8 +337,8 @@ def _given(value: Tensor | None, name: str, of: str) -> Tensor:
 
 
 def _floats(value: Any, name: str, dimensions: tuple[int, ...]) -> Tensor:
-    if not isinstance(value, Tensor) or not value.is_floating_point():
-        raise TypeError(f"{name} must be a floating-point torch.Tensor, got {_described(value)}")
+    checks.tensor(value, name)
+    checks.dtype(value, name, _DTYPES)
     if value.dim() not in dimensions:
         expected = " or ".join(map(str, dimensions))
         raise ValueError(f"{name} must have {expected} dimensions, got shape {tuple(value.shape)}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
 import pytest
 import torch
 
@@ -27,6 +28,9 @@ P = torch.rand(B, HQ, SQ, T)
 LOGITS = torch.empty(B, HQ, SQ, T)
 OUT = torch.empty(B, HQ, SQ, D, dtype=torch.float16)
 META = torch.device("meta")
+NESTED = torch.nested.nested_tensor([X[0], X[1, :, :9]])  # says that its layout is strided
+HUGE = 10**5000  # more digits than Python writes
+PAIR = np.array([1, 2])  # of which neither == nor `in` makes a bool
 NAN, INF = float("nan"), float("inf")
 
 
@@ -55,6 +59,7 @@ BAD_DENSE = [
     (TypeError, X.double()),
     (TypeError, X.to(torch.int16)),
     (TypeError, X.to_sparse()),
+    (TypeError, NESTED),
     (ValueError, X[0]),
     (ValueError, X[None]),
     (ValueError, dense(B, HKV, T, 60)),
@@ -80,10 +85,17 @@ BAD_AMOUNTS = [
     (ValueError, "keep", {"keep": -1}),
     (ValueError, "keep", {"keep": D + 1}),
     (ValueError, "keep", {"keep": 2**70}),
+    (ValueError, "keep", {"keep": HUGE}),
+    (TypeError, "keep", {"keep": PAIR}),
+    (TypeError, "keep", {"keep": torch.tensor(20, device=META)}),
+    (TypeError, "sparsity", {"sparsity": PAIR}),
     (ValueError, "sparsity and keep", {"keep": 20, "sparsity": 0.5}),
+    (ValueError, "sparsity and keep", {"keep": HUGE, "sparsity": 0.5}),
     (ValueError, "'magnitude'", {"method": "largest"}),
     (ValueError, "'magnitude'", {"method": None}),
     (ValueError, "'magnitude'", {"method": ["magnitude"]}),
+    (ValueError, "'magnitude'", {"method": PAIR}),
+    (ValueError, "'magnitude'", {"method": HUGE}),
 ]
 
 
@@ -109,7 +121,7 @@ def test_amounts(error, mentions, arguments):
     refused(error, mentions, ck.compress_kv, X, X, **arguments)
 
 
-@pytest.mark.parametrize("role", ["query", "keys", "", None, 0, ["key"]])
+@pytest.mark.parametrize("role", ["query", "keys", "", None, 0, ["key"], HUGE, PAIR], ids=range(8))
 def test_role(role):
     refused(ValueError, "role must be 'key' or 'value'", ck.compress, X, role=role)
 
@@ -148,6 +160,7 @@ QK = [
     (ValueError, "k must be a SparseKV of role 'key'", {"k": V}),
     (TypeError, "q must be a torch.Tensor", {"q": Q.numpy()}),
     (TypeError, "q must be", {"q": Q.to_sparse()}),
+    (TypeError, "q must be", {"q": NESTED}),
     (TypeError, "q must be float16", {"q": Q.float()}),
     (TypeError, "q must be float16", {"q": Q.bfloat16()}),
     (ValueError, "q must have shape", {"q": Q[0]}),
@@ -161,6 +174,7 @@ QK = [
     (TypeError, "scale", {"scale": 1j}),
     (TypeError, "scale", {"scale": True}),
     (TypeError, "scale", {"scale": torch.ones(())}),
+    (TypeError, "scale", {"scale": PAIR}),
     (ValueError, "scale", {"scale": NAN}),
     (ValueError, "scale", {"scale": INF}),
     (ValueError, "scale", {"scale": -INF}),
@@ -169,6 +183,8 @@ QK = [
     (TypeError, "out_dtype", {"out_dtype": torch.int8}),
     (TypeError, "out_dtype", {"out_dtype": "float32"}),
     (TypeError, "out_dtype", {"out_dtype": None}),
+    (TypeError, "out_dtype", {"out_dtype": PAIR}),
+    (TypeError, "out_dtype", {"out_dtype": HUGE}),
     (TypeError, "out must be a torch.Tensor", {"out": [1]}),
     (TypeError, "out must be float32", {"out": LOGITS.half()}),
     (TypeError, "out must be float16", {"out": LOGITS, "out_dtype": torch.float16}),
@@ -202,6 +218,7 @@ AV = [
     (ValueError, "out must not have a pending negation", {"out": torch._neg_view(OUT)}),
     (ValueError, "out must not share memory with p", overlapping_av()),
     (TypeError, "backend", {"backend": 80}),
+    (TypeError, "backend", {"backend": PAIR}),
     (ValueError, "backend", {"backend": "SM80"}),
 ]
 WINDOW = dense(B, HKV, 5, D)
@@ -213,14 +230,18 @@ ATTENTION = [
     (ValueError, "role 'value'", {"v": K}),
     (TypeError, "v must have the dtype of k", {"v": BF16_V}),
     (TypeError, "q must be a dense", {"q": Q.to_sparse()}),
+    (TypeError, "q must be a dense", {"q": NESTED}),
     (ValueError, "v must have the shape of k", {"v": SHORT_V}),
     (TypeError, "q must be float16", {"q": Q.float()}),
     (ValueError, "q must have shape", {"q": Q[..., :56]}),
     (ValueError, "Hkv = 2", {"q": Q[:, :3]}),
     (ValueError, "stride 1", {"q": column_major(Q)}),
     (TypeError, "scale", {"scale": "1"}),
+    (TypeError, "scale", {"scale": PAIR}),
+    (TypeError, "scale", {"scale": Q}),
     (ValueError, "scale", {"scale": NAN}),
     (TypeError, "window", {"window": WINDOW}),
+    (TypeError, "window[0]", {"window": (NESTED, NESTED)}),
     (TypeError, "window", {"window": True}),
     (ValueError, "window", {"window": (WINDOW,)}),
     (TypeError, "window[1]", {"window": (WINDOW, None)}),
@@ -237,12 +258,17 @@ ATTENTION = [
     (ValueError, "seq_lens", {"seq_lens": SEQ_LENS[:1]}),
     (ValueError, "seq_lens", {"seq_lens": SEQ_LENS[:, None]}),
     (ValueError, "seq_lens", {"seq_lens": SEQ_LENS.to(META)}),
+    (TypeError, "seq_lens", {"seq_lens": NESTED}),
     (ValueError, "seq_lens", {"seq_lens": SEQ_LENS + 1}),
     (ValueError, "seq_lens", {"seq_lens": SEQ_LENS - 4}),
     (TypeError, "causal", {"causal": 1}),
     (TypeError, "causal", {"causal": None}),
+    (TypeError, "causal", {"causal": torch.tensor([True, True])}),
     (TypeError, "return_lse", {"return_lse": "yes"}),
+    (TypeError, "return_lse", {"return_lse": PAIR}),
     (TypeError, "num_splits", {"num_splits": 1.5}),
+    (TypeError, "num_splits", {"num_splits": PAIR}),
+    (ValueError, "num_splits", {"num_splits": HUGE}),
     (ValueError, "num_splits", {"num_splits": 0}),
     (TypeError, "out must be float16", {"out": OUT.float()}),
     (ValueError, "out must have shape", {"out": OUT[..., :-1]}),
@@ -250,6 +276,7 @@ ATTENTION = [
     (ValueError, "out must not have a pending negation", {"out": torch._neg_view(OUT)}),
     (ValueError, "out must be contiguous", {"out": column_major(OUT)}),
     (TypeError, "backend", {"backend": None}),
+    (TypeError, "backend", {"backend": PAIR}),
     (ValueError, "backend", {"backend": "flash"}),
 ]
 
@@ -280,6 +307,50 @@ def test_sparse_attention_after_a_right_call(error, mentions, changes, monkeypat
         ck.sparse_attention(**right, backend="cpu")
     monkeypatch.setattr(_C.cpu, "attention", lambda *_: pytest.fail("launched"))
     assert refused(error, mentions, ck.sparse_attention, **wrong) == first
+
+
+def test_an_array_in_a_right_call_does_not_spoil_the_next():
+    k, v = (ck.SparseKV.from_state_dict(kv.state_dict()) for kv in (K, V))
+    first = ck.sparse_attention(Q, k, v, num_splits=np.array(2), backend="cpu")
+    refused(TypeError, "num_splits", ck.sparse_attention, Q, k, v, num_splits=PAIR, backend="cpu")
+    assert torch.equal(ck.sparse_attention(Q, k, v, num_splits=2, backend="cpu"), first)
+
+
+NOT_DEVICES = [
+    (TypeError, (1,)),
+    (TypeError, None),
+    (TypeError, True),
+    (TypeError, PAIR),
+    (TypeError, X),
+    (ValueError, "meta"),
+    (ValueError, "gpu"),
+    (ValueError, "cuda:300"),  # which torch takes for cuda:44
+    (ValueError, -1),
+    (ValueError, 300),
+    (ValueError, 2**70),
+    (ValueError, HUGE),
+]
+
+
+@pytest.mark.parametrize("error, device", NOT_DEVICES, ids=range(len(NOT_DEVICES)))
+def test_device(error, device):
+    refused(error, "device must", K.to, device)
+    refused(error, "device must", ck.SparseKV.preallocate, (1, 1, 64, 64), role="key", device=device)
+    refused(error, "device must", ck.KVCache, max_batch=1, kv_heads=1, head_dim=64, capacity=64, device=device)
+
+
+def test_the_cpu_has_no_number():
+    assert K.to("cpu:0") is K
+    cache = ck.KVCache(max_batch=B, kv_heads=HKV, head_dim=D, capacity=T, device="cpu:0")
+    cache.prefill(X, X)
+    assert cache.device == X.device
+
+
+@pytest.mark.gpu
+def test_a_gpu_that_is_not_there():
+    refused(ValueError, "device must be one of torch's", K.to, "cuda:99")
+    refused(ValueError, "device must be one of torch's", K.to, 99)
+    assert K.to(np.int64(0)).device == torch.device("cuda", 0)
 
 
 def test_what_the_tables_start_from_is_right():

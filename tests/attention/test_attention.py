@@ -180,6 +180,18 @@ def test_empty(backend, arguments, rng):
     check(backend, **arguments, causal=False)
 
 
+def test_empty_with_more_tokens_than_memory(backend):
+    """No batch row has them, so nothing may be made for each of them."""
+    shape = (0, 2, 2**40, 64)
+    k, v = (ck.SparseKV.preallocate(shape, role=role, device=backend.device) for role in ("key", "value"))
+    q = torch.empty(0, 4, 3, 64, dtype=torch.float16, device=backend.device)
+    out, lse = ck.sparse_attention(q, k, v, return_lse=True, backend=backend.name)
+    assert out.shape == q.shape and lse.shape == (0, 4, 3)
+    assert ck.sparse_qk(q, k, backend=backend.name).shape == (0, 4, 3, 2**40)
+    p = torch.empty(0, 4, 3, 2**40, device=backend.device)
+    assert ck.sparse_av(p, v, backend=backend.name).shape == q.shape
+
+
 # ---- What is not seen ------------------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -115,7 +116,12 @@ def test_reserved_pages_are_there(rng):
         ({"kv_heads": 0}, ValueError, "kv_heads must be at least 1"),
         ({"head_dim": 20}, ValueError, "head_dim must be a multiple of 8, from 8 to 256, got 20"),
         ({"head_dim": 264}, ValueError, "head_dim must be a multiple of 8, from 8 to 256, got 264"),
-        ({"dtype": torch.float32}, TypeError, "dtype must be float16 or bfloat16, got float32"),
+        ({"dtype": torch.float32}, TypeError, "dtype must be torch.float16 or torch.bfloat16, got torch.float32"),
+        ({"dtype": "float16"}, TypeError, "dtype must be torch.float16 or torch.bfloat16, got 'float16'"),
+        ({"dtype": np.array([1, 2])}, TypeError, "dtype must be torch.float16 or torch.bfloat16"),
+        ({"max_batch": 2**63}, ValueError, "max_batch must be from"),
+        ({"capacity": 10**5000}, ValueError, "capacity must be from"),
+        ({"value_rule": np.array([1, 2])}, ValueError, "value_rule must be one of"),
         ({"capacity": 0}, ValueError, "capacity must be at least 1"),
         ({"keep": 17}, ValueError, "keep must be from 1 to D = 16, got 17"),
         ({"key_keep": 0}, ValueError, "key_keep must be from 1 to D = 16, got 0"),
@@ -185,6 +191,17 @@ REFUSED = [
     (lambda c: c.prefill(*_tokens(), lengths=[1, 4]), ValueError, "lengths must be from 0 to T = 3, got 4"),
     (lambda c: c.prefill(*_tokens(), lengths=3), TypeError, "lengths must be a sequence of integers"),
     (lambda c: c.prefill(*_tokens(), lengths=torch.ones(2)), TypeError, "lengths must hold integers"),
+    (
+        lambda c: c.prefill(*_tokens(), lengths=torch.ones(2, dtype=torch.int32, device="meta")),
+        ValueError,
+        "lengths must be on a cpu or cuda device, got meta",
+    ),
+    (lambda c: c.prefill(*_tokens(), lengths=range(2**40)), ValueError, "lengths must have one integer for each of 2"),
+    (lambda c: c.attend(_tokens()[0], sequences=range(2**40)), ValueError, "sequences must name at most max_batch = 4"),
+    (lambda c: c.reorder(torch.zeros((), dtype=torch.int32).expand(2**40)), ValueError, "beam_idx must name at most"),
+    (lambda c: c.crop(torch.tensor(5, device="meta")), ValueError, "length must be on a cpu or cuda device, got meta"),
+    (lambda c: c.reserve(10**5000), ValueError, "tokens must be from"),
+    (lambda c: c.append(*[torch.nested.nested_tensor([_tokens()[0]])] * 2), TypeError, "k must be a dense"),
     (lambda c: c.attend(_tokens()[0][0]), ValueError, r"q must have shape \(B, Hq, Sq, D\)"),
     (lambda c: c.attend(_tokens(heads=3)[0]), ValueError, "multiple of kv_heads = 2, got 3"),
     (lambda c: c.attend(_tokens(batch=3)[0]), ValueError, "q must have at most batch = 2 rows, got 3"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -147,6 +148,18 @@ def test_a_step_that_is_refused_changes_nothing(known, spoil, error, message):
     with pytest.raises(error, match=message):
         cache.step(tensors[2], *tensors[:2], scale=scale, backend="auto")
     assert cache.lengths.tolist() == [9 + known] * 2
+
+
+@pytest.mark.parametrize(
+    "options", [{"scale": np.array([1.0, 2.0])}, {"scale": torch.ones(2)}, {"backend": np.array(["cpu", "cpu"])}]
+)
+def test_options_that_do_not_compare(options):
+    cache = make()
+    k, v, q = tokens(2, device="cpu")
+    cache.step(q, k, v)
+    with pytest.raises(TypeError, match=next(iter(options))):
+        cache.step(q, k, v, **options)
+    assert cache.lengths.tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("name, error", [("cuda", ValueError), (None, TypeError), ("sm90", RuntimeError)])

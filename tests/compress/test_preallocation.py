@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 
+import numpy as np
 import pytest
 import torch
 
@@ -182,7 +183,14 @@ def test_pair_that_does_not_fit(error, make):
         (ValueError, {"shape": (1, 2, -1, 64)}),
         (ValueError, {"shape": (1, 2, 3, 63)}),
         (ValueError, {"shape": (1 << 15, 1 << 15, 64, 64)}),
+        (ValueError, {"shape": (1, 2, 3, 2**70)}),
+        (ValueError, {"shape": (0, 2, 2**70, 64)}),
+        (ValueError, {"shape": (0, 2, 2**62, 64)}),
+        (ValueError, {"shape": (2**40, 1, 0, 64)}),
+        (ValueError, {"shape": (2**31 - 1, 2**31 - 1, 0, 64)}),
+        (TypeError, {"shape": b"1234"}),
         (TypeError, {"dtype": torch.float32}),
+        (TypeError, {"dtype": np.array([1, 2])}),
         (ValueError, {"role": "query"}),
         (ValueError, {"keep": 0}),
         (ValueError, {"keep": 20, "sparsity": 0.5}),
@@ -190,5 +198,6 @@ def test_pair_that_does_not_fit(error, make):
     ],
 )
 def test_arguments_of_preallocate(error, arguments):
-    with pytest.raises(error):
+    (name, *_) = arguments
+    with pytest.raises(error, match=name):
         ck.SparseKV.preallocate(**{"shape": (1, 2, 3, 64), "role": "key", "device": "cpu", **arguments})

@@ -226,6 +226,20 @@ def test_attention_mass(device, rng):
         assert got.dtype == torch.float32 and torch.allclose(got.cpu().double(), torch.from_numpy(mass), atol=1e-5)
 
 
+def test_attention_mass_without_queries():
+    """Also where there are more tokens than a mask could have."""
+    for batch, heads, queries, tokens in ((0, 2, 1, 2**40), (2, 0, 1, 30), (2, 2, 0, 30)):
+        q, k = torch.zeros(batch, heads, queries, 16), torch.zeros(batch, 2, tokens, 16)
+        mass = rules.attention_mass(q, k)
+        assert mass.shape == (batch, 2, tokens) and mass.dtype == torch.float32 and not mass.any()
+
+
+@pytest.mark.parametrize("seed", [-(2**63), 2**64 - 1, np.int64(5)])
+def test_seeds(seed):
+    x = oracle.gaussian(1, 1, 9, 64)
+    assert torch.equal(ck.prune(x, keep=5, method=rules.Random(seed)), ck.prune(x, keep=5, method=rules.Random(seed)))
+
+
 # ---- Errors ----------------------------------------------------------------------------------------------------------
 
 X = torch.zeros(B, HKV, 40, 64, dtype=torch.float16)
@@ -253,6 +267,22 @@ BAD = [
     (ValueError, "group", lambda: rules.ChannelMagnitude(0)),
     (TypeError, "group", lambda: rules.ChannelMagnitude(2.5)),
     (TypeError, "seed", lambda: rules.Random("1")),
+    (ValueError, "seed", lambda: rules.Random(2**64)),
+    (ValueError, "seed", lambda: rules.Random(10**400)),
+    (ValueError, "group", lambda: rules.ChannelMagnitude(10**400)),
+    (TypeError, "q must", lambda: rules.ThinK(Q.to_sparse())),
+    (TypeError, "q must", lambda: rules.ThinK(Q.to(torch.float8_e4m3fn))),
+    (TypeError, "scale must", lambda: rules.attention_mass(Q, X, scale="1")),
+    (TypeError, "scale must", lambda: rules.attention_mass(Q, X, scale=np.array([1.0, 2.0]))),
+    (ValueError, "scale must", lambda: rules.attention_mass(Q, X, scale=float("nan"))),
+    (ValueError, "scale must", lambda: rules.attention_mass(Q, X, scale=10**400)),
+    (TypeError, "causal must", lambda: rules.attention_mass(Q, X, causal=None)),
+    (TypeError, "causal must", lambda: rules.attention_mass(Q, X, causal=np.array([True, False]))),
+    (TypeError, "x must", lambda: rules.Magnitude().prune([1.0], 3)),
+    (ValueError, "x must", lambda: rules.Magnitude().prune(X[0], 3)),
+    (TypeError, "kept must", lambda: rules.Magnitude().prune(X, 3.5)),
+    (ValueError, "kept must", lambda: rules.Magnitude().prune(X, 65)),
+    (ValueError, "role must", lambda: rules.Magnitude().prune(X, 3, "keys")),
     (ValueError, "got 3", lambda: ck.compress_kv(X, X, keep=3, method=("magnitude",) * 3)),
     (ValueError, "method must", lambda: ck.compress_kv(X, X, keep=3, method=("magnitude", "largest"))),
     (ValueError, "method must", lambda: ck.prune(X, keep=3, method=("magnitude", "magnitude"))),

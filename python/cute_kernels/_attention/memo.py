@@ -55,8 +55,8 @@ class AttentionCall:
         """Whether these arguments would pass the same checks and mean the same, and all tensors are plain ones."""
         return (
             _alike(q, self._q)
+            and tuple(map(type, options)) == self._classes  # first: what arrays compare to is no bool
             and options == self._options
-            and tuple(map(type, options)) == self._classes
             and (window is None or _plain_window(window))
             and (seq_lens is self._seq_lens is None or _alike(seq_lens, self._seq_lens))
             and (out is None or type(out) is Tensor)
@@ -112,7 +112,7 @@ def _likeness(x: Tensor) -> _Likeness:
 
 def _plain(x: Any) -> bool:
     """Whether x is a dense torch.Tensor, of no subclass, without a pending negation."""
-    return type(x) is Tensor and x.layout is _STRIDED and not x.is_neg()
+    return type(x) is Tensor and x.layout is _STRIDED and not x.is_nested and not x.is_neg()
 
 
 def _alike(x: Any, likeness: _Likeness | None) -> bool:

@@ -80,7 +80,7 @@ def queries(made_for: Sizes, q: Any) -> None:
 
 def _like_cache(x: Any, name: str, made_for: Sizes) -> None:
     # The conditions are inline, and the calls only raise: a model's step comes here three times a layer.
-    if not isinstance(x, Tensor) or x.layout is not torch.strided:
+    if not isinstance(x, Tensor) or x.layout is not torch.strided or x.is_nested:
         checks.tensor(x, name)
     if x.dtype is not made_for.dtype:
         checks.dtype(x, name, (made_for.dtype,), " like the cache")
@@ -88,32 +88,46 @@ def _like_cache(x: Any, name: str, made_for: Sizes) -> None:
         checks.device(x.device, name, made_for.device, "the cache")
 
 
-def integers(value: Any, name: str, count: int | None) -> list[int]:
-    """A list of integers from such a list, or a 1-D tensor of integers; with `count` so many, or one for all."""
-    if isinstance(value, Tensor):
-        if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
-            raise TypeError(f"{name} must hold integers, got a tensor of {checks.dtype_name(value.dtype)}")
-        if value.dim() > 1 or (value.dim() == 0 and count is None):
-            raise ValueError(f"{name} must have 1 dimension, got shape {tuple(value.shape)}")
-        value = value.tolist()
-    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
-        numbers = [checks.integer(item, f"every element of {name}") for item in value]
-    elif count is None:
-        raise TypeError(f"{name} must be a sequence of integers or a tensor of them, got {type(value).__name__}")
-    else:
+def integers(value: Any, name: str, count: int) -> list[int]:
+    """`count` integers from such a list, a 1-D tensor of integers, or one for all."""
+    if (length := _length(value, name)) is None:
         return [checks.integer(value, name)] * count
-    if count is not None and len(numbers) != count:
-        raise ValueError(f"{name} must have one integer for each of {count} sequences, got {len(numbers)}")
-    return numbers
+    if length != count:
+        raise ValueError(f"{name} must have one integer for each of {count} sequences, got {length}")
+    return _listed(value, name)
 
 
-def rows(value: Any, name: str, end: int, end_name: str) -> list[int]:
-    """Row numbers below `end`."""
-    numbers = integers(value, name, None)
+def rows(value: Any, name: str, end: int, end_name: str, max_batch: int) -> list[int]:
+    """At most max_batch row numbers below `end`."""
+    if (length := _length(value, name)) is None:
+        raise TypeError(f"{name} must be a sequence of integers or a 1-D tensor of them, got {type(value).__name__}")
+    if length > max_batch:
+        raise ValueError(f"{name} must name at most max_batch = {max_batch} rows, got {length}")
+    numbers = _listed(value, name)
     for number in numbers:
         if not 0 <= number < end:
             raise ValueError(f"{name} must be from 0 to {end_name} - 1 = {end - 1}, got {number}")
     return numbers
+
+
+def _length(value: Any, name: str) -> int | None:
+    """How many integers a list or a 1-D tensor has; None: it is none, but maybe one integer. Reads none of them: a
+    range or an expanded tensor can have more than memory holds."""
+    if isinstance(value, Tensor):
+        checks.tensor(value, name)
+        if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
+            raise TypeError(f"{name} must hold integers, got a tensor of {checks.dtype_name(value.dtype)}")
+        if value.device.type not in ("cpu", "cuda"):
+            raise ValueError(f"{name} must be on a cpu or cuda device, got {value.device}")
+        if value.dim() > 1:
+            raise ValueError(f"{name} must have 1 dimension, got shape {tuple(value.shape)}")
+        return value.shape[0] if value.dim() else None
+    return len(value) if isinstance(value, Sequence) and not isinstance(value, (str, bytes)) else None
+
+
+def _listed(value: Sequence[Any] | Tensor, name: str) -> list[int]:
+    items = value.tolist() if isinstance(value, Tensor) else value
+    return [checks.integer(item, f"every element of {name}") for item in items]
 
 
 def counts(value: Any, name: str, count: int, most: int) -> list[int]:

@@ -92,8 +92,7 @@ def config(
     padded = _C.format.padded_head_dim(channels) if abs(channels) < 2**31 else 0
     if not padded:
         raise ValueError(f"head_dim must be a multiple of 8, from 8 to {max(_C.format.HEAD_DIMS)}, got {channels}")
-    if dtype not in checks.CACHE_DTYPES:
-        raise TypeError(f"dtype must be float16 or bfloat16, got {checks.dtype_name(dtype)}")
+    checks.chosen_dtype(dtype, "dtype", checks.CACHE_DTYPES)
     for name, value in (("codec", codec), ("key_codec", key_codec), ("value_codec", value_codec)):
         stored_codec(value, name, dtype)
     most = _capacity(capacity, 1)
@@ -114,8 +113,8 @@ def config(
     page_bytes = heads * (page // TILE) * _tile_bytes(slot_rows.both)
     if pool_tokens is not None and pool_bytes is not None:
         raise ValueError(
-            f"pool_tokens and pool_bytes say the same thing: pass one of them, got pool_tokens={pool_tokens!r} and "
-            f"pool_bytes={pool_bytes!r}"
+            "pool_tokens and pool_bytes say the same thing: pass one of them, got "
+            f"pool_tokens={checks.shown(pool_tokens)} and pool_bytes={checks.shown(pool_bytes)}"
         )
     if pool_bytes is not None:
         argument, pages = "pool_bytes", at_least(pool_bytes, "pool_bytes", page_bytes) // page_bytes
@@ -128,8 +127,6 @@ def config(
     _check_tiles(slot_rows, "max_batch or capacity", batch * pages_per_sequence * tiles_per_page)
     _check_windows(batch * heads * (min(recent, most) + TILE - 1 + at_once) * channels * dtype.itemsize)
     target = checks.kernel_device(device)
-    if target.type == "cuda" and target.index is None:
-        target = torch.device("cuda", torch.cuda.current_device())
     compression_kernels(target)  # raises where the device has none
     return CacheConfig(
         max_batch=batch,

@@ -77,7 +77,7 @@ class CacheCore:
             if not take and not self.table.reaches(count):
                 raise ValueError(f"{of} must have at most batch = {self.table.batch} rows, got {count}")
             return range(count)
-        rows = cache_checks.rows(sequences, "sequences", self.config.max_batch, "max_batch")
+        rows = cache_checks.rows(sequences, "sequences", self.config.max_batch, "max_batch", self.config.max_batch)
         if count is not None and len(rows) != count:
             raise ValueError(f"sequences must name one row for each of {of}'s {count}, got {len(rows)}")
         if len(set(rows)) != len(rows):
@@ -88,7 +88,7 @@ class CacheCore:
     def row(self, sequence: Any) -> int:
         """The number of one row in use."""
         row = checks.integer(sequence, "sequence")
-        cache_checks.rows([row], "sequence", self.config.max_batch, "max_batch")
+        cache_checks.rows([row], "sequence", self.config.max_batch, "max_batch", self.config.max_batch)
         self._require_use([row], "sequence")
         return row
 

@@ -130,7 +130,7 @@ class CacheRows:
         Copies share pages; windows are copied. A tensor on a GPU takes a synchronisation. Raises TypeError or
         ValueError for arguments that do not fit; RuntimeError as `crop` does.
         """
-        indices = cache_checks.rows(beam_idx, "beam_idx", self.batch, "batch")
+        indices = cache_checks.rows(beam_idx, "beam_idx", self.batch, "batch", self.max_batch)
         if len(indices) != self.batch:
             raise ValueError(f"beam_idx must name one row for each of batch = {self.batch}, got {len(indices)}")
         self._gather(indices)
@@ -155,11 +155,7 @@ class CacheRows:
 
         Raises TypeError or ValueError for arguments that do not fit; RuntimeError as `crop` does.
         """
-        core = self._core
-        chosen = cache_checks.rows(indices, "indices", self.batch, "batch")
-        if len(chosen) > core.config.max_batch:
-            raise ValueError(f"indices must name at most max_batch = {core.config.max_batch} rows, got {len(chosen)}")
-        self._gather(chosen)
+        self._gather(cache_checks.rows(indices, "indices", self.batch, "batch", self.max_batch))
 
     @exclusive
     def reset(self) -> None:

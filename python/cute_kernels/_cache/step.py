@@ -58,6 +58,7 @@ class DecodingStep:
         return (
             type(k) is type(v) is type(q) is Tensor
             and k.layout is v.layout is q.layout is torch.strided
+            and not (k.is_nested or v.is_nested or q.is_nested)
             and k.dtype is v.dtype is q.dtype is dtype
             and k.shape == v.shape == self._shape
             and q.shape == self._q_shape
@@ -66,8 +67,9 @@ class DecodingStep:
             and q.stride() == q_strides
             and k.device == v.device == q.device == device
             and not (k.is_neg() or v.is_neg() or q.is_neg())
+            and type(scale) is type(self._scale)  # first: what arrays compare to is no bool
             and scale == self._scale
-            and type(scale) is type(self._scale)
+            and type(backend) is str
             and backend == self._backend
         )
 

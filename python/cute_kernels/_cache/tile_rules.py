@@ -52,8 +52,8 @@ def resolve_pair(key_rule: Any, value_rule: Any) -> tuple[rules.Rule, rules.Rule
 
     Raises ValueError for anything but a rule, and for rules that cannot prune tile by tile.
     """
-    keys = _resolve(key_rule, "key_rule")
-    return keys, keys if value_rule == key_rule else _resolve(value_rule, "value_rule")
+    keys, values = _resolve(key_rule, "key_rule"), _resolve(value_rule, "value_rule")
+    return keys, keys if value_rule == key_rule else values
 
 
 def _resolve(given: Any, name: str) -> rules.Rule:
