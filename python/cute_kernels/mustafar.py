@@ -100,7 +100,10 @@ def read_layer(layer: Sequence[Any]) -> tuple[SparseKV, SparseKV, tuple[Tensor, 
         if window.dim() != 4 or window.shape != key_window.shape:
             raise ValueError(f"{name} must have shape (B, Hkv, W, D), alike for both, got {tuple(window.shape)}")
     batch, kv_heads, _, head_dim = key_window.shape
-    shape = (batch, kv_heads, checks.integer(compressed, "compressed tokens"), head_dim)
+    tokens = checks.integer(compressed, "compressed tokens")
+    if tokens < 0 or tokens % GROUP:
+        raise ValueError(f"compressed tokens must be a multiple of {GROUP}, got {tokens}")
+    shape = (batch, kv_heads, tokens, head_dim)
     caches = []
     for cache, role in ((keys, "key"), (values, "value")):
         if cache is None:

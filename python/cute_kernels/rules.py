@@ -90,7 +90,13 @@ class Rule(abc.ABC):
         if kept == 0 or x.numel() == 0:
             return torch.where(x == 0, 0.0, x).contiguous()
         mask = self.mask(x, kept, role)
-        if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != x.shape or mask.device != x.device:
+        if (
+            not isinstance(mask, Tensor)
+            or mask.dtype != torch.bool
+            or mask.is_nested
+            or mask.shape != x.shape
+            or mask.device != x.device
+        ):
             raise ValueError(
                 f"method {self.name!r} must return a bool mask of shape {tuple(x.shape)} on {x.device}, got "
                 f"{_described(mask)}"
@@ -355,4 +361,6 @@ def _positive(value: Any, name: str) -> int:
 def _described(value: Any) -> str:
     if not isinstance(value, Tensor):
         return type(value).__name__
+    if value.is_nested:
+        return f"a nested tensor of {checks.dtype_name(value.dtype)}"
     return f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)} on {value.device}"

@@ -213,6 +213,23 @@ def test_rules_that_cannot_serve_are_refused_at_construction(arguments, message)
         make(**arguments)
 
 
+@pytest.mark.parametrize("mean, error", [(-1, ValueError), ("x", TypeError), (0.5, TypeError)])
+def test_a_rule_whose_numbers_make_no_sense(mean, error):
+    rule = EveryOther()
+    rule.mean_kept = lambda kept, head_dim: mean
+    with pytest.raises(error, match="mean_kept of value_rule must be"):
+        make(value_rule=rule)
+    rule.group = mean
+    with pytest.raises(error, match="value_rule"):
+        make(value_rule=rule)
+
+
+def test_a_rule_that_says_more_than_every_element_is_kept():
+    rule, every = EveryOther(), EveryOther()
+    rule.mean_kept, every.mean_kept = (lambda kept, head_dim: 2**40), (lambda kept, head_dim: head_dim)
+    assert make(value_rule=rule).nbytes() == make(value_rule=every).nbytes()
+
+
 @pytest.mark.parametrize("rule", ["magnitude", "channel-magnitude"])
 def test_tensors_that_require_gradients(device, rule, rng):
     """What a cache holds takes no part in autograd, whatever is appended and asked."""

@@ -305,3 +305,6 @@ def test_a_wrong_mask_is_refused():
 
     with pytest.raises(ValueError, match="'wrong' must return a bool mask"):
         ck.prune(X, keep=3, method=Wrong())
+    Wrong.mask = lambda self, x, kept, role: torch.nested.nested_tensor([torch.ones(2, dtype=torch.bool)])
+    with pytest.raises(ValueError, match=r"'wrong' must return a bool mask .* got a nested tensor of bool"):
+        ck.prune(X, keep=3, method=Wrong())

@@ -220,6 +220,8 @@ def test_layers_of_another_form_are_refused(rng):
         mustafar.read_layer((window, window))
     with pytest.raises(ValueError, match="no compressed keys"):
         mustafar.read_layer((None, window, None, window, 64, 104))
+    with pytest.raises(ValueError, match="compressed tokens must be a multiple of 64, got -1"):
+        mustafar.read_layer((None, window, None, window, -1, 40))
     with pytest.raises(ValueError, match="value window"):
         mustafar.read_layer((None, window, None, window[:, :, 1:], 0, 40))
     with pytest.raises(TypeError, match="compressed keys must be"):

@@ -337,6 +337,7 @@ DAMAGE = {
     "larger head dim": ("channel_order", metadata(shape=[2, 2, 150, 136])),
     "another batch": (None, metadata(shape=[3, 2, 150, 80])),
     "another version": ("version", metadata(version=1)),
+    "format of another class": ("format", metadata(format=torch.tensor([1, 2]).numpy())),
     "another format": ("format", metadata(format="something else")),
     "foreign metadata": ("metadata", metadata(extra=1)),
     "missing metadata": ("metadata", lambda s: s["metadata"].pop("shape")),

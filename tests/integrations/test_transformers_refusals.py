@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 
+import numpy as np
 import pytest
 import torch
 
@@ -85,7 +86,8 @@ def test_models_that_are_not_served(make, message):
         ({"keep": None, "sparsity": 1.5}, ValueError, "sparsity"),
         ({"keep": 4, "sparsity": 0.5}, ValueError, "sparsity"),
         ({"keep": None, "key_keep": 0, "value_keep": 3}, ValueError, "key_keep"),
-        ({"dtype": torch.float32}, TypeError, "dtype must be float16 or bfloat16, got float32"),
+        ({"dtype": torch.float32}, TypeError, "dtype must be torch.float16 or torch.bfloat16, got torch.float32"),
+        ({"dtype": np.array([1, 2])}, TypeError, "dtype must be torch.float16 or torch.bfloat16"),
         ({"backend": "gpu"}, ValueError, "backend"),
         ({"backend": 1}, TypeError, "backend must be a str"),
         ({"dtype": torch.float16}, ValueError, "asked to store float16, the model computes in bfloat16"),

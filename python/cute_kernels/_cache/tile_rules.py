@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels import rules
+from cute_kernels._runtime import checks
 from cute_kernels._runtime.extension import _C
 
 TILE: int = _C.format.TILE_TOKENS
@@ -34,7 +35,12 @@ class TileRule:
 
     def mean_kept(self, head_dim: int) -> int:
         """Elements of a token, on average, that slots are made for; 0: any number."""
-        return self.kept if self.in_kernels else self.rule.mean_kept(self.kept, head_dim)
+        if self.in_kernels:
+            return self.kept
+        mean = checks.integer(self.rule.mean_kept(self.kept, head_dim), f"mean_kept of {self.role}_rule")
+        if mean < 0:
+            raise ValueError(f"mean_kept of {self.role}_rule must be at least 0, got {mean}")
+        return min(mean, head_dim)
 
     def prune(self, x: Tensor) -> Tensor:
         """What the kernels are to store of whole tiles x, (n, Hkv, 64 c, D); a new tensor unless they prune."""
@@ -64,6 +70,7 @@ def _resolve(given: Any, name: str) -> rules.Rule:
             "take another rule, or prune whole caches by it, with prune, compress or compress_kv"
         )
     rule = rules.resolve(given, name)
-    if TILE % rule.group:
-        raise ValueError(f"{name} must have a group that divides the {TILE} tokens of a tile, got {rule.group}")
+    group = checks.integer(rule.group, f"{name}'s group")
+    if group < 1 or TILE % group:
+        raise ValueError(f"{name} must have a group that divides the {TILE} tokens of a tile, got {group}")
     return rule

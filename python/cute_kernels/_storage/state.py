@@ -63,8 +63,9 @@ def _check_keys(given: Mapping[str, Any], name: str, expected: set[str]) -> None
 def _checked_metadata(metadata: object) -> dict[str, Any]:
     if not isinstance(metadata, Mapping):
         raise TypeError(f"metadata must be a dict, got {type(metadata).__name__}")
-    if metadata.get("format") != FORMAT_NAME:
-        raise ValueError(f"metadata: format must be '{FORMAT_NAME}', got {shown(metadata.get('format'))}")
+    name = metadata.get("format")
+    if not isinstance(name, str) or name != FORMAT_NAME:
+        raise ValueError(f"metadata: format must be '{FORMAT_NAME}', got {shown(name)}")
     version = metadata.get("version")
     if not isinstance(version, int) or not OLDEST_VERSION <= version <= FORMAT_VERSION:
         raise ValueError(f"metadata: version must be from {OLDEST_VERSION} to {FORMAT_VERSION}, got {shown(version)}")

@@ -185,8 +185,7 @@ def cache_dtype(dtype: Any, model_dtype: torch.dtype | None) -> torch.dtype | No
         if model_dtype is not None and model_dtype not in checks.CACHE_DTYPES:
             raise ValueError(_wants_16_bits(model_dtype))
         return None
-    if dtype not in checks.CACHE_DTYPES:
-        raise TypeError(f"dtype must be float16 or bfloat16, got {checks.dtype_name(dtype)}")
+    checks.chosen_dtype(dtype, "dtype", checks.CACHE_DTYPES)
     return dtype if model_dtype is None else storage_dtype(dtype, model_dtype)
 
 
