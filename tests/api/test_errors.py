@@ -81,6 +81,7 @@ BAD_AMOUNTS = [
     (TypeError, "keep", {"keep": 1.0}),
     (TypeError, "keep", {"keep": "38"}),
     (TypeError, "keep", {"keep": True}),
+    (TypeError, "keep", {"keep": torch.tensor(True)}),
     (ValueError, "keep", {"keep": 0}),
     (ValueError, "keep", {"keep": -1}),
     (ValueError, "keep", {"keep": D + 1}),

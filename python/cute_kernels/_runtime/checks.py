@@ -148,7 +148,7 @@ def kept_elements(head_dim: int, sparsity: Any, keep: object, keep_name: str = "
 
 
 def integer(value: Any, name: str, most: int = 2**63 - 1) -> int:
-    if isinstance(value, bool):
+    if isinstance(value, bool) or (isinstance(value, Tensor) and value.dtype == torch.bool):
         raise TypeError(f"{name} must be an integer, got bool")
     try:
         number = operator.index(value)
