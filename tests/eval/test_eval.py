@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from cute_kernels.eval import command, metrics, models
+from cute_kernels.eval import arguments, metrics, models
 from cute_kernels.eval.settings import DENSE, Setting, grid, kept_elements
 from tests.support import oracle
 
@@ -87,7 +87,7 @@ def test_grid():
         "random-k0.5-v0.7",
         "random-values-0.7",
     ]
-    assert command._parser().parse_args(["m", "--tasks", "recall", "--sparsity", "0.5,0.5:0.7"]).sparsity == [
+    assert arguments.parse(["m", "--tasks", "recall", "--sparsity", "0.5,0.5:0.7"]).sparsity == [
         0.5,
         (0.5, 0.7),
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from cute_kernels.eval import benchmarks, command, models, results
 from cute_kernels.eval.settings import DENSE, grid
@@ -116,6 +117,9 @@ def test_store(tmp_path):
 # ---- The command -----------------------------------------------------------------------------------------------------
 
 
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+
+
 def run(*arguments) -> int:
     return command.main([str(argument) for argument in arguments])
 
@@ -162,30 +166,68 @@ def test_every_task(folder, longbench, ruler, tmp_path, capsys, monkeypatch):
     assert run(*arguments, "--window", "9") == 2 and "choose another --out" in capsys.readouterr().err
 
 
-def test_wrong_arguments(folder, tmp_path, capsys):
+def test_what_a_model_is_not_needed_for_is_said_first(folder, tmp_path, capsys, monkeypatch):
     out = ("--out", tmp_path / "out", "--device", "cpu")
     text = tmp_path / "text.txt"
     text.write_text("short")
+    recall = (folder, "--tasks", "recall")
+    binary = tmp_path / "binary"
+    binary.write_bytes(b"\xff\xfe")
+    monkeypatch.setattr(models, "load_model", lambda *_: pytest.fail("the model is loaded before the error"))
     for arguments, message in (
-        ((folder, "--tasks", "needle"), "--text is needed"),
-        ((folder, "--tasks", "ruler"), "--ruler is needed"),
         ((tmp_path, "--tasks", "recall"), "config.json"),
-        ((folder, "--tasks", "recall", "--rules", "best"), "'best'"),
-        ((folder, "--tasks", "recall", "--parts", "all"), "'all'"),
-        ((folder, "--tasks", "recall", "--sparsity", "1.5"), "below 1"),
-        ((folder, "--tasks", "recall", "--cache", "sparse", "--rules", "think"), "tile by tile, which rule 'think'"),
-        ((folder, "--tasks", "recall", "--cache", "sparse"), "pass --granularity 64"),
+        ((*recall, "--rules", "thinv"), "think prunes keys and thinv values"),
+        ((*recall, "--cache", "sparse", "--rules", "think"), "tile by tile, which rule 'think'"),
+        ((*recall, "--cache", "sparse", "--granularity", "1"), "pass --granularity 64 or none, got 1"),
         ((folder, "--tasks", "perplexity", "--text", text), "fewer than one segment"),
-        ((folder, "--tasks", "perplexity", "--text", text, "--context", "4", "--prefill", "4"), "--prefill"),
         ((folder, "--tasks", "needle", "--text", text), "needs a text"),
-        ((folder, "--tasks", "needle", "--text", tmp_path / "none"), "none"),
+        ((folder, "--tasks", "needle", "--text", tmp_path / "none"), "--text"),
+        ((folder, "--tasks", "needle", "--text", binary), "not UTF-8"),
+        ((*recall, "--out", text), "File exists"),
     ):
-        assert run(*arguments, *out) == 2, arguments
+        assert run(*out, *arguments) == 2, arguments
         assert message in capsys.readouterr().err
-        (tmp_path / "out" / "run.json").unlink(missing_ok=True)
+    assert not (tmp_path / "out" / "run.json").exists()  # a later run may differ
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--tasks", "everything"], "argument --tasks: 'everything' is none of perplexity"),
+        (["--tasks", "needle"], "--text is needed for needle"),
+        (["--tasks", "ruler,longbench"], "--longbench is needed"),
+        (["--rules", "magnitude,best"], "argument --rules: 'best' is none of magnitude"),
+        (["--rules", "magnitude+best"], "argument --rules: 'best' is none of magnitude"),
+        (["--parts", "all"], "argument --parts: 'all' is none of keys, values, both"),
+        (["--sparsity", "0.5,1.5"], "argument --sparsity: '1.5' is no share from 0 to below 1"),
+        (["--sparsity", "nan"], "argument --sparsity: 'nan' is no share"),
+        (["--sparsity", "0.5:x"], "argument --sparsity: '0.5:x' is no share"),
+        (["--window", "-1"], "argument --window: '-1' is not an integer of at least 0"),
+        (["--granularity", "0"], "argument --granularity: '0' is not an integer of at least 1"),
+        (["--limit", "x"], "argument --limit: 'x' is not an integer of at least 1"),
+        (["--lengths", "5,-5"], "argument --lengths: '-5' is not an integer of at least 1"),
+        (["--device", "foo"], "argument --device: 'foo': device must name a cpu or cuda device"),
+        (["--device", "meta"], "argument --device: 'meta'"),
+        (["--context", "4", "--prefill", "4"], "--prefill must be from 1 to below --context 4, got 4"),
+        pytest.param(["--device", "cuda"], "pass device='cpu'", marks=NO_GPU),
+    ],
+    ids=str,
+)
+def test_arguments_that_are_wrong_for_any_model(arguments, message, capsys):
     with pytest.raises(SystemExit) as exit_:
-        run(folder, "--tasks", "everything")
+        run("model", *([] if "--tasks" in arguments else ["--tasks", "recall"]), *arguments)
     assert exit_.value.code == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_the_sparse_cache_has_its_granularity(folder, tmp_path, capsys):
+    arguments = [folder, "--tasks", "recall", "--cache", "sparse", "--pairs", "9", "--repeats", "1", "--depths", "1"]
+    arguments += ["--sparsity", "0.5", "--window", "8", "--device", "cpu", "--dtype", "bfloat16", "--out", tmp_path]
+    assert run(*arguments) == 0
+    rows = json.loads((tmp_path / "results.json").read_text())
+    assert {row["granularity"] for row in rows} == {64}
+    said = capsys.readouterr().err
+    assert "[1/2] dense, recall: 1 questions" in said and "[2/2] magnitude-both-0.5, recall" in said
 
 
 def test_without_transformers(tmp_path, capsys, monkeypatch):

@@ -206,7 +206,7 @@ def kernel_device(value: Any) -> torch.device:
     if target.type == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise RuntimeError("device 'cuda': torch finds no CUDA device")
+        raise RuntimeError("device 'cuda': torch finds no CUDA device; pass device='cpu' for the CPU backend")
     index = torch.cuda.current_device() if target.index is None else target.index
     if index >= torch.cuda.device_count():
         raise ValueError(f"device must be one of torch's {torch.cuda.device_count()} CUDA devices, got {target}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from cute_kernels.eval.settings import Setting, kept_elements
 
 CACHES = ("pruned", "sparse")
 TILE_TOKENS: int = _C.format.TILE_TOKENS
+GRANULARITY = {"pruned": 1, "sparse": TILE_TOKENS}  # of settings that name none
 CacheMaker = Callable[[], Any]
 
 
@@ -28,35 +29,53 @@ def require(module: str, why: str) -> None:
         raise Missing(f"{why} needs {module}: pip install 'cute-kernels[eval]'")
 
 
-def load_model(folder: Path, device: torch.device, dtype: str | torch.dtype = "auto") -> Any:
-    """A causal language model of a folder in Hugging Face's format. Nothing is downloaded."""
+def check_folder(folder: Path) -> None:
+    """Raises Missing without Transformers, ValueError for what is no model's folder."""
     require("transformers", "cute_kernels.eval")
-    from transformers import AutoModelForCausalLM
-
-    _check(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
-    return model.to(device).eval()
-
-
-def load_tokenizer(folder: Path) -> Any:
-    require("transformers", "cute_kernels.eval")
-    from transformers import AutoTokenizer
-
-    _check(folder)
-    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-
-
-def _check(folder: Path) -> None:
     if not (folder / "config.json").is_file():
         raise ValueError(
             f"{folder} must be a local model folder in Hugging Face's format: there is no config.json in it"
         )
 
 
-def prepare(model: Any, settings: list[Setting], cache: str) -> None:
-    """Checks that every setting can be evaluated on this model and cache, and shows queries to rules that want them."""
+def load_model(folder: Path, device: torch.device, dtype: str | torch.dtype = "auto") -> Any:
+    """A causal language model of a folder in Hugging Face's format. Nothing is downloaded."""
+    check_folder(folder)
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+    return model.to(device).eval()
+
+
+def load_tokenizer(folder: Path) -> Any:
+    check_folder(folder)
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+
+def check(settings: Sequence[Setting], cache: str) -> None:
+    """Raises ValueError for a setting that a cache cannot have, whatever the model."""
     if cache not in CACHES:
         raise ValueError(f"cache must be one of {', '.join(CACHES)}, got {cache!r}")
+    for setting in settings if cache == "sparse" else ():
+        if setting.part == "none":
+            continue
+        for name in [name for name, sparsity in map(setting.rule_of, ("key", "value")) if sparsity]:
+            if rules.RULES[name].whole_cache:
+                raise ValueError(
+                    f"--cache sparse prunes tile by tile, which rule {name!r} does not: take --cache pruned"
+                )
+        if setting.granularity != TILE_TOKENS:
+            raise ValueError(
+                f"--cache sparse prunes {TILE_TOKENS} tokens at a time: pass --granularity {TILE_TOKENS} or none, got "
+                f"{setting.granularity}"
+            )
+
+
+def prepare(model: Any, settings: list[Setting], cache: str) -> None:
+    """Checks that every setting can be evaluated on this model and cache, and shows queries to rules that want them."""
+    check(settings, cache)
     for setting in settings:
         cache_maker(model, setting, cache)()
     if cache == "pruned" and any(
@@ -85,14 +104,6 @@ def cache_maker(model: Any, setting: Setting, cache: str = "pruned") -> CacheMak
 
 def _sparse(model: Any, setting: Setting) -> CacheMaker:
     pruning = {role: name for role in ("key", "value") for name, sparsity in (setting.rule_of(role),) if sparsity}
-    for name in pruning.values():
-        if rules.RULES[name].whole_cache:
-            raise ValueError(f"--cache sparse prunes tile by tile, which rule {name!r} does not: take --cache pruned")
-    if setting.granularity != TILE_TOKENS:
-        raise ValueError(
-            f"--cache sparse prunes {TILE_TOKENS} tokens at a time: pass --granularity {TILE_TOKENS}, got "
-            f"{setting.granularity}"
-        )
     try:
         from cute_kernels.integrations.transformers import SparseKVCache
     except ImportError as error:

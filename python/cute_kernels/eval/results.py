@@ -36,7 +36,7 @@ class Store:
     """The folder. Raises ValueError if it holds the results of something else."""
 
     def __init__(self, folder: Path, identity: Row) -> None:
-        self._folder = folder
+        self._folder, self._identity = folder, identity
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "run.json"
         if path.exists():
@@ -48,13 +48,18 @@ class Store:
                     + "; ".join(f"{name}: {earlier.get(name)!r} there, {identity.get(name)!r} now" for name in other)
                     + ": choose another --out"
                 )
-        path.write_text(json.dumps(identity, indent=2) + "\n", encoding="utf-8")
         self.rows: list[Row] = [dict(line) for line in _complete_lines(folder / "rows.jsonl")]
 
     def has(self, setting: Setting, task: str) -> bool:
         return any(r["task"] == task and r["setting"] == setting.name for r in self.rows)
 
+    def _begin(self) -> None:
+        """From the first result on the folder is this run's."""
+        text = json.dumps(self._identity, indent=2) + "\n"
+        (self._folder / "run.json").write_text(text, encoding="utf-8")
+
     def add(self, new: list[Row]) -> None:
+        self._begin()
         with (self._folder / "rows.jsonl").open("a", encoding="utf-8") as file:
             file.write("".join(json.dumps(line) + "\n" for line in new))
         self.rows += new
@@ -64,6 +69,7 @@ class Store:
         self, setting: Setting, suite: str, task: str
     ) -> Iterator[tuple[list[str], Callable[[int, str], None]]]:
         """(earlier predictions, a function that keeps one more)."""
+        self._begin()
         path = self._folder / "predictions" / setting.name / suite / f"{task}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         known = [str(line["prediction"]) for line in _complete_lines(path)]
