@@ -6,6 +6,8 @@ import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from profiling.command_line import LARGEST
+
 PRODUCTS = ("sparse_qk", "sparse_av")
 DECODE_OPS = (*PRODUCTS, "sparse_attention")  # their GPU kernels have a pipeline of stages
 SPARSE_OPS = (*DECODE_OPS, "compress")
@@ -32,8 +34,8 @@ class Shape:
     head_dim: int
 
     def __post_init__(self) -> None:
-        if min(vars(self).values()) < 1:
-            raise ValueError(f"shape {self}: every size must be at least 1")
+        if not all(1 <= size <= LARGEST for size in vars(self).values()):
+            raise ValueError(f"shape {self}: every size must be from 1 to {LARGEST}")
         if self.query_heads % self.kv_heads:
             raise ValueError(f"shape {self}: Hq = {self.query_heads} is not a multiple of Hkv = {self.kv_heads}")
 

@@ -94,8 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__.split("\n", 1)[1],
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("old", type=Path)
-    parser.add_argument("new", type=Path)
+    parser.add_argument("old", type=Path, metavar="OLD.json", help="rows of a sweep")
+    parser.add_argument("new", type=Path, metavar="NEW.json", help="those of a later one")
     parser.add_argument("--all", action="store_true", help="list every row")
     args = parser.parse_args(arguments)
     try:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from profiling import ROOT, folders, records
+from profiling.command_line import folder_for
 from third_party import BuildError
 from third_party.cuda import DEFAULT_ARCH_LIST, Arch, Toolkit, find_toolkit, parse_arch_list
 from third_party.cutlass import find_cutlass
@@ -86,12 +87,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     args = parser.parse_args(arguments)
     try:
-        program = build(parse_arch_list(args.arch))
+        archs = parse_arch_list(args.arch, "--arch")
+        if args.out is not None:
+            folder_for(args.out.parent)  # fails now rather than after the measurements
+        program = build(archs)
         if args.build_only:
             print(f"built {program}")
             return 0
         rows = run(program)
-    except (BenchError, BuildError) as error:
+    except (BenchError, BuildError, ValueError) as error:
         print(f"decode_microbench: {error}", file=sys.stderr)
         return 2
     print(f"{'scheme':15} {'density':>7} {'warps/SM':>8} {'elements/clk/SM':>15} {'G elements/s':>12}  check")

@@ -28,6 +28,7 @@ class Environment:
     multiprocessors: int | None  # GPU only
     clock_mhz: float | None  # GPU only: the fastest SM clock
     threads: int | None  # CPU only
+    isa: str  # CPU only: the instruction set of the kernels, such as "avx512bf16"
     driver: str
     torch: str
     commit: str
@@ -35,9 +36,15 @@ class Environment:
 
     @property
     def slug(self) -> str:
-        """The device's name as a folder name: "nvidia-h200"; CPUs start with "cpu-"."""
+        """The device's name as a folder name: "nvidia-h200", "cpu-amd-epyc-avx512bf16"."""
         name = re.sub(r"[^a-z0-9]+", "-", re.sub(r"\((r|tm)\)", "", self.name.lower())).strip("-") or "unknown"
-        return name if self.device.type == "cuda" else f"cpu-{name}"
+        return name if self.device.type == "cuda" else f"cpu-{name}-{self.isa}"
+
+    @property
+    def about(self) -> str:
+        """One line for people."""
+        cpu = f", {self.isa}, {self.threads} threads" if self.device.type == "cpu" else ""
+        return f"{self.name}{cpu}, torch {self.torch}, commit {self.commit[:12]}"
 
 
 def environment(device: torch.device) -> Environment:
@@ -47,7 +54,8 @@ def environment(device: torch.device) -> Environment:
         "timestamp": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
     if device.type == "cpu":
-        return Environment(device, _cpu_name(), _cpu_cache_bytes(), None, None, torch.get_num_threads(), "", **common)
+        threads = torch.get_num_threads()
+        return Environment(device, _cpu_name(), _cpu_cache_bytes(), None, None, threads, _cpu_isa(), "", **common)
     properties = torch.cuda.get_device_properties(device)
     driver, clock_mhz = _nvidia_smi(properties)
     return Environment(
@@ -57,6 +65,7 @@ def environment(device: torch.device) -> Environment:
         properties.multi_processor_count,
         clock_mhz,
         None,
+        "",
         driver,
         **common,
     )
@@ -100,6 +109,13 @@ def _cpu_name() -> str:
         return platform.processor() or platform.machine()
     found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
     return found.group(1).strip() if found else platform.machine()
+
+
+def _cpu_isa() -> str:
+    """Of the kernels: CUTE_KERNELS_CPU_ISA names a lower one than the CPU has."""
+    from cute_kernels import _C  # builds that are compared with one another all have it
+
+    return str(_C.cpu.isa())
 
 
 def _cpu_cache_bytes(root: Path = Path("/sys/devices/system/cpu")) -> int:

@@ -1,7 +1,7 @@
 """Generates with a dense and with a compressed KV cache: python -m profiling.generate [--help].
 
-Exit status: 0 all measured, 1 the device failed, 2 wrong arguments or something is missing, 130 interrupted (the rows
-finished so far are written).
+Exit status: 0 all measured, 1 the device failed, 2 wrong arguments, an unsupported model or something missing, 130
+interrupted (the rows finished so far are written).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ os.environ.setdefault(ALLOCATOR, EXPANDABLE)
 
 import torch
 
-from profiling import folders
+from profiling import command_line, folders
+from profiling.command_line import positive_integer
 from profiling.environment import environment
 from profiling.generation import measure, models, rows
 from profiling.generation.measure import Side
 from profiling.generation.rows import Row
-from profiling.options import positive_integer
 from profiling.progress import Progress
 
 EXIT_OK, EXIT_FAILED, EXIT_MISSING, EXIT_INTERRUPTED = 0, 1, 2, 130
@@ -45,7 +45,8 @@ random configs: {configs}
 and tried; where it does not fit, batches of 5 % less each. Every cache has its own. It needs a GPU.
 
 Rows go to build/profiling/DEVICE/NAME.json, which git ignores, after every row; --out DIR names another folder. With
---commit-results they go to profiling/results/DEVICE/. python -m profiling.report makes tables and CSV of them."""
+--commit-results they go to profiling/results/DEVICE/. python -m profiling.report FOLDER makes tables and CSV of
+them."""
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -85,9 +86,21 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--sparsity", type=float, metavar="S", help=f"share of channels pruned (default: {SPARSITY})")
     add("--key-keep", type=positive_integer, metavar="N", help="channels kept of keys, in place of --sparsity")
     add("--value-keep", type=positive_integer, metavar="N", help="channels kept of values, in place of --sparsity")
-    add("--window", type=int, default=WINDOW, metavar="N", help=f"newest tokens kept dense (default: {WINDOW})")
-    add("--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="(default: %(default)s)")
-    add("--device", choices=("cpu", "cuda"), help="(default: cuda if there is one)")
+    add(
+        "--window",
+        type=command_line.count,
+        default=WINDOW,
+        metavar="N",
+        help=f"newest tokens kept dense (default: {WINDOW})",
+    )
+    add("--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="of the model (default: %(default)s)")
+    add(
+        "--device",
+        type=command_line.device,
+        default=command_line.default_device(),
+        metavar="NAME",
+        help="cpu or cuda (default: cuda if there is one)",
+    )
     add(
         "--repeats",
         type=positive_integer,
@@ -95,12 +108,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="runs whose medians make a row, the sides in turn but for --batch max "
         f"(default: {REPEATS}; without a GPU or with --quick 1)",
     )
-    add("--seed", type=int, default=0, metavar="N", help="of weights and prompts (default: 0)")
+    add("--seed", type=command_line.seed, default=0, metavar="N", help="of weights and prompts (default: 0)")
     add("--quick", action="store_true", help="a tiny model and short texts: a smoke test, no figures to quote")
     add("--out", type=Path, metavar="DIR", help="folder for the file (default: see below)")
     add("--commit-results", action="store_true", help="write to the committed results of this GPU")
     add(
         "--name",
+        type=_file_name,
         default=rows.NAME,
         metavar="NAME",
         help="of the file (default: %(default)s); profiling.report reads those that begin with generate",
@@ -119,9 +133,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def _complete(args: argparse.Namespace, parser: argparse.ArgumentParser) -> argparse.Namespace:
     """Fills in what depends on the device."""
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: no CUDA device")
-    args.device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     on_cpu = args.device.type == "cpu"
     if args.commit_results and on_cpu:
         parser.error("--commit-results needs a GPU")
@@ -156,16 +167,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     transformers.logging.set_verbosity_error()
     env = environment(args.device)
     folder = args.out or folders.of_device(env.slug, args.commit_results)
-    folder.mkdir(parents=True, exist_ok=True)  # fails now rather than after the measurements
-    try:
+    sides = _sides(args)
+    try:  # what would fail between the measurements fails now
+        command_line.folder_for(folder)
+        _check_kept(args, models.head_dim(models.config_of(args.model, args.random_config)))
         model = models.load(args.model, args.random_config, getattr(torch, args.dtype), args.device, args.seed)
-    except (OSError, ValueError) as error:
-        print(f"python -m profiling.generate: {error}", file=sys.stderr)
+        for side in sides:
+            side.check(model, args.prompt + args.new)
+    except (OSError, TypeError, ValueError, RuntimeError) as error:
+        print(f"python -m profiling.generate: error: {error}", file=sys.stderr)
         return EXIT_MISSING
     done: list[Row] = []
     status = EXIT_OK
     try:
-        sides = _sides(args)
         with Progress(len(sides) * len(args.batch)) as progress:
             for row in _rows(args, sides, model, env, progress):
                 done.append(row)
@@ -173,13 +187,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"interrupted: kept the {len(done)} rows measured so far", file=sys.stderr)
         status = EXIT_INTERRUPTED
-    except (ValueError, RuntimeError) as error:  # an unsupported model; a device that failed
+    except (ValueError, RuntimeError) as error:  # such as a device that failed
         print(f"python -m profiling.generate: {error}", file=sys.stderr)
         status = EXIT_FAILED
     if done:
         path = rows.write(done, folder, args.name)
         print(rows.terminal(done), f"wrote {path}", sep="\n", flush=True)
     return status
+
+
+def _check_kept(args: argparse.Namespace, head_dim: int) -> None:
+    for option, kept in (("--key-keep", args.key_keep), ("--value-keep", args.value_keep)):
+        if kept is not None and kept > head_dim:
+            raise ValueError(f"{option} must be from 1 to the model's head dim {head_dim}, got {kept}")
 
 
 def _sides(args: argparse.Namespace) -> list[Side]:
@@ -235,8 +255,7 @@ def _row(
 
     result, speeds = measure.median(results), [round(each.tokens_per_s, 2) for each in results]
 
-    config = model.config.get_text_config(decoder=True)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head_dim = models.head_dim(model.config)
     kept = (None, None)
     if side.sparse:
         kept = side.key_keep, side.value_keep
@@ -314,6 +333,12 @@ def _at_least_3(text: str) -> int:
     if (value := positive_integer(text)) < 3:
         raise argparse.ArgumentTypeError(f"at least 3 new tokens are needed, got {value}")
     return value
+
+
+def _file_name(text: str) -> str:
+    if Path(text).name != text:
+        raise argparse.ArgumentTypeError(f"'{text}' is not the name of a file: --out names its folder")
+    return text
 
 
 def _sdpa(text: str) -> tuple[str, ...]:

@@ -28,11 +28,19 @@ import torch.nn.functional as F
 import cute_kernels as ck
 from cute_kernels._cache import page_pool
 from cute_kernels._runtime.extension import _C
-from profiling import environment
+from profiling import command_line, environment
 
 KEEP, WINDOW = 38, 64
 ROUND_CALLS = 16  # of each function before the device catches up
 WARM_UP_ROUNDS = 4
+SIZES = (
+    ("rounds", 64, f"of {ROUND_CALLS} calls each"),
+    ("batch", 8, "sequences"),
+    ("query-heads", 32, "a multiple of --kv-heads"),
+    ("kv-heads", 8, "heads of the caches"),
+    ("tokens", 1024, "cached tokens of a sequence"),
+    ("head-dim", 128, "D"),
+)
 LAUNCHES = ("sparse_qk", "sparse_av", "attention", "append")
 
 
@@ -132,22 +140,20 @@ def table(samples: dict[str, list[float]]) -> str:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        "python -m profiling.host_cost", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m profiling.host_cost", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
 
-    def count(text: str) -> int:
-        value = int(text)
-        if value < 1:
-            raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-        return value
-
     parser.add_argument("--no-launch", action="store_true", help="leave the extension's functions out")
-    parser.add_argument("--rounds", type=count, default=64, help=f"of {ROUND_CALLS} calls each (default: 64)")
-    for name, default in (("batch", 8), ("query-heads", 32), ("kv-heads", 8), ("tokens", 1024), ("head-dim", 128)):
-        parser.add_argument(f"--{name}", type=count, default=default, help=f"default: {default}")
+    for name, size, what in SIZES:
+        parser.add_argument(
+            f"--{name}",
+            type=command_line.positive_integer,
+            default=size,
+            metavar="N",
+            help=f"{what} (default: %(default)s)",
+        )
     options = parser.parse_args(arguments)
-    if options.query_heads % options.kv_heads:
-        parser.error(f"--query-heads must be a multiple of --kv-heads = {options.kv_heads}, got {options.query_heads}")
+    command_line.check_sizes(parser, options)
     if not options.no_launch and not torch.cuda.is_available():
         parser.error("no CUDA device: --no-launch measures without one")
     return options
@@ -159,7 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     env = environment.environment(device)
     print(
-        f"{env.name}, torch {env.torch}, commit {env.commit[:12]}, B {options.batch}, Hq {options.query_heads}, "
+        f"{env.about}, B {options.batch}, Hq {options.query_heads}, "
         f"Hkv {options.kv_heads}, T {options.tokens}, D {options.head_dim}"
         f"{', extension left out' if options.no_launch else ''}"
     )

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from profiling import cases, grid
 from profiling.cases import Shape
+from profiling.command_line import positive_integer, seed
 from profiling.suites import SUITES
 
 REPEATS, QUICK_REPEATS = 30, 10
@@ -34,10 +35,10 @@ grids: --grid T=1024..65536 keep=38,64 B=1,8 data=gaussian,outlier; a range doub
 
 Rows go to build/profiling/DEVICE/, which git ignores, as sweep.json, or readme.json of --suite readme; --out DIR names
 another folder. With --commit-results, a complete run of all suites or of --suite readme goes to
-profiling/results/DEVICE/, which git tracks. python -m profiling.report makes tables, CSV and plots of them.
+profiling/results/DEVICE/, which git tracks. python -m profiling.report FOLDER makes tables, CSV and plots of them.
 
-Exit status: 0 every row within tolerance; 1 a result was inaccurate or the device failed; 2 wrong arguments or nothing
-measured; 130 interrupted, the finished rows are written."""
+Exit status: 0 every row within tolerance; 1 a result was inaccurate, the device failed or counters were not to be had;
+2 wrong arguments or nothing measured; 130 interrupted, the finished rows are written."""
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -56,6 +57,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     if args.shape and (args.grid or args.grid_file or args.suite):
         parser.error("--shape names the cases by itself: give it without --suite, --grid and --grid-file")
+    if not args.ncu and (args.ncu_path or args.ncu_report or args.clock_control != "none"):
+        parser.error("--ncu-path, --ncu-report and --clock-control go with --ncu")
     if args.commit_results and (args.out or args.resume or not selects_all(args)):
         parser.error(
             "--commit-results takes all suites or --suite readme, whole and as they are, without --out and --resume"
@@ -158,7 +161,7 @@ def _how(add: Callable[..., object]) -> None:
         metavar="N",
         help=f"timed calls a row (default: {REPEATS}, with --quick {QUICK_REPEATS})",
     )
-    add("--seed", type=int, default=0, metavar="N", help="of all random inputs (default: 0)")
+    add("--seed", type=seed, default=0, metavar="N", help="of all random inputs (default: 0)")
     add("--list", action="store_true", help="print the cases, each as the command that measures it alone, and stop")
 
 
@@ -199,13 +202,3 @@ def _shape(text: str) -> Shape:
         return Shape.parse(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def positive_integer(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a positive integer")
-    return value

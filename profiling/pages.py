@@ -9,7 +9,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,6 +19,8 @@ from torch import Tensor
 from cute_kernels._cache import page_pool
 from cute_kernels._cache.slot_rows import SlotRows
 from cute_kernels._runtime.extension import _C
+from profiling.command_line import positive_integer
+from profiling.progress import Progress
 
 DEVICE = torch.device("cuda")
 KINDS = ("gaussian", "lognormal", "lognormal 1.5", "outliers", "outliers in both", "tokens")
@@ -159,24 +163,44 @@ def time_store(batch: int, kv_heads: int, tokens: int, head_dim: int, keep: int,
     return {"store": [batch, kv_heads, tokens, head_dim], "keep": keep, "new_order": new_order, "us": us}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("trim", "time"))
-    parser.add_argument("--tiles", type=int, default=1 << 20)
-    options = parser.parse_args()
-    if options.what == "trim":
-        for head_dim in (64, 128, 256):
-            for keep in (16, 32, 38, 64, 96, 128):
-                for kind in KINDS if keep < head_dim else ():
-                    for more_rows in (-1, 0, 1):
-                        print(json.dumps(trimmed(kind, head_dim, keep, more_rows, options.tiles)), flush=True)
-        return
-    for shape in ((8, 8, 128, 38), (8, 8, 128, 64), (1, 8, 128, 38), (64, 8, 128, 38), (8, 8, 64, 19), (8, 8, 256, 76)):
-        print(json.dumps(time_append(*shape, False)), flush=True)
-    print(json.dumps(time_append(8, 8, 128, 38, True)), flush=True)
-    for new_order in (True, False):
-        print(json.dumps(time_store(8, 8, 16384, 128, 38, new_order)), flush=True)
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m profiling.pages", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=("trim", "time"), help="what to measure")
+    parser.add_argument(
+        "--tiles", type=positive_integer, default=1 << 20, metavar="N", help="of a line of trim (default: %(default)s)"
+    )
+    options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        parser.error("no CUDA device: page pools are measured on a GPU")
+    measured = _trims(options.tiles) if options.what == "trim" else _times()
+    with Progress(len(measured)) as progress:
+        for call in measured:
+            row = call()
+            print(json.dumps(row), flush=True)
+            progress.finish(", ".join(f"{name} {value}" for name, value in list(row.items())[:4]))
+    return 0
+
+
+def _trims(tiles: int) -> list[Callable[[], dict[str, object]]]:
+    return [
+        partial(trimmed, kind, head_dim, keep, more_rows, tiles)
+        for head_dim in (64, 128, 256)
+        for keep in (16, 32, 38, 64, 96, 128)
+        for kind in (KINDS if keep < head_dim else ())
+        for more_rows in (-1, 0, 1)
+    ]
+
+
+def _times() -> list[Callable[[], dict[str, object]]]:
+    shapes = ((8, 8, 128, 38), (8, 8, 128, 64), (1, 8, 128, 38), (64, 8, 128, 38), (8, 8, 64, 19), (8, 8, 256, 76))
+    return [
+        *(partial(time_append, *shape, False) for shape in shapes),
+        partial(time_append, 8, 8, 128, 38, True),
+        *(partial(time_store, 8, 8, 16384, 128, 38, new_order) for new_order in (True, False)),
+    ]
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -11,14 +11,26 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections.abc import Sequence
 
 import torch
 
 import cute_kernels as ck
-from profiling import environment, timing
+from profiling import command_line, environment, timing
 
 COPIES = 2  # of every cache at least, used in turn
+SIZES = (
+    ("batch", 32, "sequences"),
+    ("query-heads", 32, "a multiple of --kv-heads"),
+    ("kv-heads", 8, "heads of the caches"),
+    ("head-dim", 128, "D"),
+    ("keep", 38, "channels kept of D"),
+    ("shortest", 128, "tokens of a sequence at least"),
+    ("longest", 32768, "tokens of a sequence at most"),
+    ("draws", 3, "draws of lengths"),
+    ("repeats", 30, "timed calls a draw"),
+)
 
 
 def draw_lengths(options: argparse.Namespace, draw: int) -> list[int]:
@@ -31,9 +43,8 @@ def draw_lengths(options: argparse.Namespace, draw: int) -> list[int]:
 class Batches:
     """Caches of `batch` sequences and the calls that attend to them."""
 
-    def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
-        self._options, self._device = options, device
-        self._cache_bytes = environment.environment(device).cache_bytes
+    def __init__(self, options: argparse.Namespace, env: environment.Environment) -> None:
+        self._options, self._device, self._cache_bytes = options, env.device, env.cache_bytes
         self._q = self._normal(options.query_heads, 1)
 
     def caches(self, tokens: int, mean: int) -> list[tuple[ck.SparseKV, ck.SparseKV]]:
@@ -66,34 +77,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m profiling.ragged", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default: %(default)s")
-    parser.add_argument("--backend", default="auto", help="default: %(default)s")
-    sizes = {
-        "batch": 32,
-        "query-heads": 32,
-        "kv-heads": 8,
-        "head-dim": 128,
-        "keep": 38,
-        "shortest": 128,
-        "longest": 32768,
-        "draws": 3,
-        "repeats": 30,
-    }
-    for name, size in sizes.items():
-        parser.add_argument(f"--{name}", type=int, default=size, help="default: %(default)s")
-    parser.add_argument("--seed", type=int, default=0, help="of the first draw, the next ones follow it")
+    add = parser.add_argument
+    add(
+        "--device",
+        type=command_line.device,
+        default="cuda",
+        metavar="NAME",
+        help="cpu, with a smaller --batch and --longest, or cuda (default: %(default)s)",
+    )
+    add("--backend", default="auto", metavar="NAME", help="of sparse_attention (default: %(default)s)")
+    for name, size, what in SIZES:
+        add(
+            f"--{name}",
+            type=command_line.positive_integer,
+            default=size,
+            metavar="N",
+            help=f"{what} (default: %(default)s)",
+        )
+    add(
+        "--seed",
+        type=command_line.seed,
+        default=0,
+        metavar="N",
+        help="of the first draw, the next ones follow it (default: %(default)s)",
+    )
     options = parser.parse_args(arguments)
-    if any(getattr(options, name.replace("-", "_")) < 1 for name in sizes):
-        parser.error("sizes must be at least 1")
+    command_line.check_sizes(parser, options)
+    command_line.check_backend(parser, options.backend, options.device)
     if options.shortest > options.longest:
         parser.error("--shortest is more than --longest")
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("no CUDA device: --device cpu, with a smaller --batch and --longest")
 
-    device = torch.device(options.device, 0 if options.device == "cuda" else None)
+    device = options.device
+    env = environment.environment(device)
+    print(env.about, flush=True)
     torch.manual_seed(options.seed)
-    batches = Batches(options, device)
-    clock = timing.timer(device, environment.environment(device).clock_mhz)
+    batches = Batches(options, env)
+    clock = timing.timer(device, env.clock_mhz)
     draws = [draw_lengths(options, draw) for draw in range(options.draws)]
     long = batches.caches(options.longest, min(sum(lengths) for lengths in draws) // options.batch)
     for draw, lengths in enumerate(draws):
@@ -110,11 +129,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{name} {us[name]:.1f} us ({us[name] / us['ragged'] * more:.1%})" for name in ("equal", "with seq_lens")
         )
         print(
-            f"draw {draw}: {mean} tokens on average, {min(lengths)} to {max(lengths)}: {us['ragged']:.1f} us; {beside}",
+            f"draw {draw + 1} of {options.draws}: {mean} tokens on average, {min(lengths)} to {max(lengths)}: "
+            f"{us['ragged']:.1f} us; {beside}",
             flush=True,
         )
     return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

@@ -23,8 +23,9 @@ ACCURACY = Path("accuracy", "accuracy.json")  # of profiling.recipes.associative
 DOCS = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 
 DESCRIPTION = """\
-For each folder of rows (those in profiling/results by default), a folder of its name in build/profiling/report, which
-git ignores: every *.json as CSV and as a markdown table, and in plots/ every plot, of the newest row of each case.
+For each folder of rows (those in profiling/results by default; a sweep's own are in build/profiling/DEVICE), a folder
+of its name in build/profiling/report, which git ignores: every *.json as CSV and as a markdown table, and in plots/
+every plot, of the newest row of each case.
 With --update-docs, what is committed instead: the tables between the markers in README.md and docs/, of the newest
 rows of a GPU, and those plots beside the rows that these files show."""
 
@@ -35,27 +36,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("folders", nargs="*", type=Path, metavar="FOLDER", help="folder with a sweep's JSON files")
     parser.add_argument(
-        "--out", type=Path, default=folders.SCRATCH / "report", metavar="DIR", help="default: build/profiling/report"
+        "--out",
+        type=Path,
+        default=folders.SCRATCH / "report",
+        metavar="DIR",
+        help="folder to write to (default: build/profiling/report)",
     )
-    parser.add_argument("--no-plots", action="store_true")
+    parser.add_argument("--no-plots", action="store_true", help="tables and CSV alone")
     parser.add_argument("--update-docs", action="store_true", help="rewrite what the documentation shows")
     parser.add_argument(
         "--docs",
         nargs="+",
         type=Path,
-        default=DOCS,
         metavar="FILE",
         help="that --update-docs rewrites (default: README.md and all of docs/)",
     )
     args = parser.parse_args(arguments)
-    found = args.folders or folders.devices()
+    if args.docs and not args.update_docs:
+        parser.error("--docs goes with --update-docs, which rewrites these files")
+    for folder in args.folders:
+        if not folder.is_dir():
+            parser.error(f"there is no folder {folder}")
+    found, documents = args.folders or folders.devices(), args.docs or DOCS
     try:
         problems, count = [], 0
         if args.update_docs:
-            shown = "" if args.no_plots else "\n".join(path.read_text(encoding="utf-8") for path in args.docs)
+            shown = "" if args.no_plots else "\n".join(path.read_text(encoding="utf-8") for path in documents)
             for folder in found:
                 problems += _shown_plots(folder, shown)
-            problems += update_docs(found, args.docs)
+            problems += update_docs(found, documents)
             count = len(found)
         else:
             for folder in found:

@@ -13,11 +13,12 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
+from profiling import command_line
 from profiling.progress import Progress
 from profiling.soak_driver import SHAPES, Mismatch, Shape, Soak
 
@@ -38,9 +39,9 @@ def _one_thread() -> Iterator[None]:
 def run(ops: int, seed: int, device: str, backend: str = "auto", shapes: tuple[Shape, ...] = SHAPES) -> Counter[str]:
     """So many operations, shared out over `shapes`. Returns how often each was done; Mismatch if something differs."""
     done: Counter[str] = Counter()
-    share = -(-ops // len(shapes))
-    with _one_thread(), Progress(len(shapes) * -(-share // OPS_A_LINE)) as progress:
-        for number, shape in enumerate(shapes):
+    shares = [ops // len(shapes) + (number < ops % len(shapes)) for number in range(len(shapes))]
+    with _one_thread(), Progress(sum(-(-share // OPS_A_LINE) for share in shares)) as progress:
+        for number, (shape, share) in enumerate(zip(shapes, shares, strict=True)):
             rng = random.Random(f"{seed} {number}")
             torch.manual_seed(rng.randrange(2**31))
             soak = Soak(shape, rng, device, backend)
@@ -53,7 +54,7 @@ def run(ops: int, seed: int, device: str, backend: str = "auto", shapes: tuple[S
                     raise Mismatch(message) from error
                 if (i + 1) % OPS_A_LINE == 0 or i + 1 == share:
                     rate = (i + 1) / (time.monotonic() - started)
-                    progress.finish(f"shape {number}: {i + 1} operations, {rate:.0f} a second")
+                    progress.finish(f"shape {number}: {i + 1} of {share} operations, {rate:.0f} a second")
             soak.check_everything()
             soak.cache.reset()
             soak.model.rows = [None] * soak.cache.max_batch
@@ -62,21 +63,27 @@ def run(ops: int, seed: int, device: str, backend: str = "auto", shapes: tuple[S
     return done
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m profiling.soak", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--ops", type=int, default=100_000, help="operations in all (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**31), help="default: a new one")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
-    parser.add_argument("--backend", default="auto", help="of attend (default: %(default)s)")
-    options = parser.parse_args()
-    print(f"seed {options.seed}", file=sys.stderr)
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m profiling.soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--ops", type=command_line.positive_integer, default=100_000, metavar="N", help="in all (default: %(default)s)")
+    add("--seed", type=command_line.seed, metavar="N", help="of the operations and their data (default: a new one)")
+    add("--device", type=command_line.device, default="cpu", metavar="NAME", help="cpu or cuda (default: %(default)s)")
+    add("--backend", default="auto", metavar="NAME", help="of attend (default: %(default)s)")
+    options = parser.parse_args(arguments)
+    command_line.check_backend(parser, options.backend, options.device)
+    seed = random.SystemRandom().randrange(2**31) if options.seed is None else options.seed
+    print(f"seed {seed}", file=sys.stderr)
     started = time.monotonic()
-    done = run(options.ops, options.seed, options.device, options.backend)
+    done = run(options.ops, seed, str(options.device), options.backend)
     seconds = time.monotonic() - started
     counts = ", ".join(f"{name} {count}" for name, count in done.most_common())
-    print(f"{options.ops} operations on {options.device}, seed {options.seed}, {seconds:.0f} s: all as the model")
+    print(f"{options.ops} operations on {options.device}, seed {seed}, {seconds:.0f} s: all as the model")
     print(counts)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

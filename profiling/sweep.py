@@ -1,7 +1,7 @@
 """Measures cute_kernels beside its dense peers: python -m profiling.sweep [--help].
 
-Exit status: 0 all rows within tolerance, 1 a row's result is inaccurate or the device failed, 2 wrong arguments or
-nothing measured, 130 interrupted (the rows finished so far are written).
+Exit status: 0 all rows within tolerance, 1 a row's result is inaccurate, the device failed or counters were not to be
+had, 2 wrong arguments or nothing measured, 130 interrupted (the rows finished so far are written).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from profiling import folders, options
+from profiling.command_line import folder_for
 
 try:
     import cute_kernels as ck
@@ -33,7 +34,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         chosen = selection.choose(args, backends)
         earlier = rows.read(args.resume) if args.resume and args.resume.exists() else []
         old = rows.read(args.compare) if args.compare else []
-    except ValueError as error:
+        if not args.list:  # what would fail after the measurements fails now
+            if args.ncu:
+                collect.check([case.backend for case in chosen], args.ncu_path)
+            for folder in filter(None, (args.out, args.resume and args.resume.parent)):
+                folder_for(folder)
+    except (ValueError, collect.CountersError) as error:
         print(f"python -m profiling.sweep: error: {error}", file=sys.stderr)
         return EXIT_NOTHING
     if args.list:
@@ -53,37 +59,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def measure(run: Run, chosen: Sequence[Case], args: argparse.Namespace) -> int:
     """Measures the cases and writes the rows; returns the exit status."""
-    if args.out is not None:
-        args.out.mkdir(parents=True, exist_ok=True)  # fails now rather than after the measurements
     remaining = run.remaining(chosen)
     if len(remaining) < len(chosen):
         print(f"{len(chosen) - len(remaining)} of {len(chosen)} cases are in {args.resume} already", flush=True)
-    complete = False
-    interrupted = False
+    elif args.resume is not None and not args.resume.exists():
+        print(f"there is no {args.resume} yet: all {len(chosen)} cases are measured", flush=True)
+    complete = interrupted = False
+    counted = True
     try:
         run.measure(remaining, lambda: run.save(*_target(run, args)))
         complete = not run.device_lost
         if args.ncu and complete and run.rows:
             run.save(*_target(run, args))  # before a tool that may fail
-            add_counters(run, chosen, args)
+            counted = add_counters(run, chosen, args)
     except KeyboardInterrupt:
         interrupted = True
     finally:  # whatever happened, finished rows are kept
         if run.rows:
             path = run.save(*_target(run, args, complete and not interrupted))
             print(tables.terminal(run.rows), f"wrote {path}", sep="\n", flush=True)
-    return _conclude(run, interrupted)
+    status = _conclude(run, interrupted)
+    return EXIT_FAILED if status == EXIT_OK and not counted else status
 
 
-def add_counters(run: Run, chosen: Sequence[Case], args: argparse.Namespace) -> None:
-    """Joins hardware counters to the rows, or says why there are none."""
+def add_counters(run: Run, chosen: Sequence[Case], args: argparse.Namespace) -> bool:
+    """Joins hardware counters to the rows, or says why there are none. Returns whether there are."""
     how = collect.Options(args.ncu_path, args.clock_control, args.ncu_report, tuple(args.plugin))
     try:
         run.join(collect.collect(run.forms(chosen), how))
     except collect.CountersError as error:
         print(f"no counters: {error}", file=sys.stderr, flush=True)
-    else:
-        print(tables.limits(run.rows), flush=True)
+        return False
+    print(tables.limits(run.rows), flush=True)
+    return True
 
 
 def _target(run: Run, args: argparse.Namespace, complete: bool = False) -> tuple[Path, str]:

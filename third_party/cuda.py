@@ -55,11 +55,12 @@ class Arch:
         return f"-gencode=arch=compute_{number},code=sm_{number}"
 
 
-def parse_arch_list(text: str | None) -> list[Arch]:
-    """TORCH_CUDA_ARCH_LIST -> the architectures in ascending order; None or blank means `DEFAULT_ARCH_LIST`.
+def parse_arch_list(text: str | None, source: str = "TORCH_CUDA_ARCH_LIST") -> list[Arch]:
+    """A list as in TORCH_CUDA_ARCH_LIST -> the architectures in ascending order; None or blank: `DEFAULT_ARCH_LIST`.
 
     Entries are separated by ';', ',' or white space. Each is a compute capability or a family's name, upper or lower
     case, and may end in +PTX. Which there are, and which spellings mean the same, the table of architectures says.
+    source: the variable or option that it comes from, for errors.
 
     Raises:
         BuildError: an entry is not one of those.
@@ -73,7 +74,7 @@ def parse_arch_list(text: str | None) -> list[Arch]:
         if not names or plus + ptx not in ("", "+ptx"):
             known = [f"{family} ({';'.join(names)})" for family, names in families().items()]
             raise BuildError(
-                f"TORCH_CUDA_ARCH_LIST: '{entry}' is not supported; it takes {', '.join(ACCEPTED_ARCHS)}, each with an "
+                f"{source}: '{entry}' is not supported; it takes {', '.join(ACCEPTED_ARCHS)}, each with an "
                 f"optional +PTX, and the names {', '.join(known[:-1])} and {known[-1]}, for instance "
                 f'"{DEFAULT_ARCH_LIST}"'
             )

@@ -17,12 +17,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
-from profiling import ROOT, environment, folders, records
+from profiling import ROOT, command_line, environment, folders, records
 from profiling.ab.run import AbError, Comparison, Side, measure, package_folder
 from profiling.ab.tasks import OPS, SUITES, Sizes, Task, choose
-from profiling.options import positive_integer
+from profiling.command_line import positive_integer
 from profiling.progress import Progress
 
 EXIT_OK, EXIT_SLOWER, EXIT_NOTHING, EXIT_INTERRUPTED = 0, 1, 2, 130
@@ -31,30 +29,38 @@ NAME = "ab"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = args.device or command_line.default_device()
     sizes = Sizes(**{name: given for name in ("batches", "tokens", "heads") if (given := getattr(args, name))})
     tasks, large = choose(args.suite or list(SUITES), sizes, device, args.op or ())
     if large:
-        print(f"{len(large)} cases left out: too large")
+        print(f"{len(large)} cases left out: too large", file=sys.stderr)
     if args.list or not tasks:
         print(*tasks, sep="\n")
         return EXIT_OK if tasks else EXIT_NOTHING
     flush_bytes = None if args.flush_mib is None else args.flush_mib << 20
     try:
+        if device == "cuda" and command_line.default_device() != "cuda":
+            raise AbError("--device cuda: no CUDA device")
         checkouts = {name: path.resolve() for name, path in (("base", args.base), ("new", args.new))}
         for path in checkouts.values():
             package_folder(path)
+        if args.out is not None:
+            command_line.folder_for(args.out.parent)  # fails now rather than after the measurements
         with (
             Side("base", checkouts["base"], device, args.backend, flush_bytes) as base,
             Side("new", checkouts["new"], device, args.backend, flush_bytes) as new,
         ):
             return _compare(base, new, tasks, args)
-    except AbError as error:
+    except (AbError, ValueError) as error:
         print(f"python -m profiling.ab: error: {error}", file=sys.stderr)
         return EXIT_NOTHING
 
 
 def _compare(base: Side, new: Side, tasks: Sequence[Task], args: argparse.Namespace) -> int:
+    for side in (base, new):
+        state = side.about["backends"].get(args.backend, "no such backend")
+        if args.backend != "auto" and state != "ok":
+            raise AbError(f"--backend {args.backend}: {state} in {side.name}, {side.checkout}")
     for side in (base, new):
         print(
             f"{side.name}: {side.about['package']}, {environment.commit(side.checkout)}, {side.about['device']}, "
@@ -77,11 +83,11 @@ def _compare(base: Side, new: Side, tasks: Sequence[Task], args: argparse.Namesp
         for _ in range(args.again):  # noise does not come back, a slower kernel does
             slower = [task for task, found in done.items() if found.ratio > args.limit]
             print(f"{len(slower)} cases above {args.limit:.2f}" + (", measured again:" if slower else ""), flush=True)
-            for task in slower:
+            for number, task in enumerate(slower, 1):
                 more = measure(task, base, new, 2 * args.rounds, args.samples)
                 if isinstance(more, Comparison):
                     done[task] = done[task].with_more(more)
-                    print(done[task], flush=True)
+                    print(f"[{number}/{len(slower)}] {done[task]}", flush=True)
     except (KeyboardInterrupt, AbError) as error:
         stopped = error
     found = list(done.values())
@@ -134,18 +140,36 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("base", type=Path, metavar="BASE_CHECKOUT", help="checkout, or folder with the package, to compare with")
-    add("new", type=Path, nargs="?", default=ROOT, metavar="NEW_CHECKOUT", help="default: this one")
+    add("new", type=Path, nargs="?", default=ROOT, metavar="NEW_CHECKOUT", help="the other (default: this one)")
     add("--suite", action="append", choices=SUITES, help="cases to compare, may be repeated (default: all)")
     add("--op", action="append", choices=OPS, help="of these operations only")
     add("--batches", type=_integers, metavar="LIST", help="of suite serving, such as 1,8,64")
     add("--tokens", type=_integers, metavar="LIST", help="of suite serving, such as 1024,65536")
     add("--heads", type=_heads, metavar="LIST", help="query and KV heads of suite serving, such as 32/8,64/8")
-    add("--device", choices=("cpu", "cuda"), help="(default: cuda if there is one)")
-    add("--backend", default="auto", help="of products and attention (default: %(default)s)")
-    add("--rounds", type=positive_integer, default=6, help="turns of each build a case (default: %(default)s)")
-    add("--samples", type=positive_integer, default=5, help="timed calls a turn (default: %(default)s)")
-    add("--limit", type=float, default=1.02, help="ratio above which a case counts as slower (default: %(default)s)")
-    add("--again", type=int, default=2, help="times that slower cases are measured again (default: %(default)s)")
+    add("--device", choices=("cpu", "cuda"), help="to compare on (default: cuda if there is one)")
+    add("--backend", default="auto", metavar="NAME", help="of products and attention (default: %(default)s)")
+    add(
+        "--rounds",
+        type=positive_integer,
+        default=6,
+        metavar="N",
+        help="turns of each build a case (default: %(default)s)",
+    )
+    add("--samples", type=positive_integer, default=5, metavar="N", help="timed calls a turn (default: %(default)s)")
+    add(
+        "--limit",
+        type=command_line.positive_number,
+        default=1.02,
+        metavar="X",
+        help="ratio above which a case counts as slower (default: %(default)s)",
+    )
+    add(
+        "--again",
+        type=command_line.count,
+        default=2,
+        metavar="N",
+        help="times that slower cases are measured again (default: %(default)s)",
+    )
     add(
         "--flush-mib",
         type=positive_integer,
@@ -153,7 +177,7 @@ def _parser() -> argparse.ArgumentParser:
         help="read between calls (default: twice the last-level cache)",
     )
     add("--list", action="store_true", help="print the cases and stop")
-    add("--out", type=Path, metavar="FILE.json", help=f"(default: {NAME}.json in build/profiling/)")
+    add("--out", type=Path, metavar="FILE.json", help=f"file of the rows (default: {NAME}.json in build/profiling/)")
     return parser
 
 

@@ -50,8 +50,10 @@ class Worker:
         self._clock: timing.CpuTimer | timing.CudaTimer = timing.CpuTimer()
 
     def about(self) -> dict[str, Any]:
+        name = f"{self._env.name}, {self._env.isa}" if self._env.isa else self._env.name
         return {
-            "device": self._env.name,
+            "device": name,
+            "backends": ck.backends(),
             "kind": self._device.type,
             "torch": torch.__version__,
             "driver": self._env.driver,

@@ -6,6 +6,7 @@ warm-up. A case that cannot run is told on stderr and left out.
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -33,7 +34,9 @@ def from_object(values: dict[str, Any]) -> tuple[Case, str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    content = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
+    parser = argparse.ArgumentParser(prog="python -m profiling.counters.child", description=__doc__)
+    parser.add_argument("cases", type=Path, metavar="CASES.json", help="what profiling.counters.collect writes")
+    content = json.loads(parser.parse_args(arguments).cases.read_text(encoding="utf-8"))
     for module in content["plugins"]:
         peers.load(module)
     for number, (index, values) in enumerate(content["cases"], 1):

@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -26,6 +26,7 @@ from profiling.counters import child
 from profiling.counters.fields import METRIC_NAMES, Counters
 from profiling.counters.join import counters_of, kernels_by_case
 
+WITHOUT_KERNELS = ("cpu", "reference")  # backends
 PERMISSION = "ERR_NVGPUCTRPERM"
 
 
@@ -43,13 +44,26 @@ class Options:
     plugins: tuple[str, ...] = ()  # modules of peers
 
 
+def check(backends: Iterable[str], ncu: Path | None = None) -> None:
+    """What can be known before anything is measured: that there are a GPU, kernels on it, ncu and its module.
+
+    Raises:
+        CountersError: one is missing.
+    """
+    if not torch.cuda.is_available():
+        raise CountersError("--ncu: no CUDA device")
+    if all(backend in WITHOUT_KERNELS for backend in backends):
+        raise CountersError("--ncu: no case runs a GPU kernel")
+    find_module(find_ncu(ncu))
+
+
 def collect(forms: Mapping[Case, str], options: Options) -> dict[Case, Counters]:
     """Counters of the cases that ran. forms: case -> which form to run, for a dense operation.
 
     Raises:
         CountersError: there is no GPU, no ncu, no permission, no module, or nothing was profiled.
     """
-    forms = {case: form for case, form in forms.items() if case.backend not in ("cpu", "reference")}
+    forms = {case: form for case, form in forms.items() if case.backend not in WITHOUT_KERNELS}
     if not torch.cuda.is_available():
         raise CountersError("no CUDA device")
     if not forms:

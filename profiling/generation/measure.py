@@ -57,6 +57,10 @@ class Side:
                 )
         return cache
 
+    def check(self, model: Any, capacity: int) -> None:
+        """Raises what the side's cache says about the model or the options, before anything is measured."""
+        self._cache(model, capacity)
+
     def _cache(self, model: Any, capacity: int) -> Any:
         from transformers import DynamicCache, StaticCache
 

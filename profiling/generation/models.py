@@ -83,6 +83,21 @@ RANDOM_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def config_of(folder: Path | None, random_config: str) -> Any:
+    """The config of a folder or, without one, of a name in RANDOM_CONFIGS."""
+    import transformers
+
+    if folder is not None:
+        return transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    kind, shape = RANDOM_CONFIGS[random_config]
+    return getattr(transformers, kind)(**shape)
+
+
+def head_dim(config: Any) -> int:
+    config = config.get_text_config(decoder=True)
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
 def load(folder: Path | None, random_config: str, dtype: torch.dtype, device: torch.device, seed: int) -> Any:
     """A causal language model for inference, with sdpa attention; random weights are made on the device."""
     import transformers
@@ -93,8 +108,7 @@ def load(folder: Path | None, random_config: str, dtype: torch.dtype, device: to
         )
         model = model.to(device)
     else:
-        kind, shape = RANDOM_CONFIGS[random_config]
-        config = getattr(transformers, kind)(**shape)
+        config = config_of(None, random_config)
         torch.manual_seed(seed)
         with device:
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
@@ -111,5 +125,4 @@ def parameters(model: Any) -> int:
 def dense_kv_bytes(model: Any, tokens: int) -> int:
     """Of one sequence of so many tokens in 16 bits, all layers."""
     config = model.config.get_text_config(decoder=True)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 4 * config.num_hidden_layers * config.num_key_value_heads * head_dim * tokens
+    return 4 * config.num_hidden_layers * config.num_key_value_heads * head_dim(config) * tokens

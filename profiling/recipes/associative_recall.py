@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from profiling import folders, records
+from profiling import command_line, folders, records
 
 try:
     from cute_kernels.eval import models, results
@@ -62,7 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args.given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         models.require("transformers", "the recipe")
-        device = torch.device(args.device)
+        for folder in filter(None, (args.out, args.save)):
+            command_line.folder_for(folder)  # fails now rather than after the training
+        device = args.device
         where = environment(device)
         size = training.QUICK if args.quick else training.FULL
         model = training.build(size, args.seed).to(device)
@@ -107,10 +109,13 @@ def evaluate(
         "command": " ".join([COMMAND, *args.given]),
     }
     rows = []
-    for setting in settings:
+    for number, setting in enumerate(settings, 1):
         measured = accuracies(model, setting, drawn, args.batch)
         rows += [results.row(setting, task, "accuracy %", *found) | about for task, found in measured.items()]
-        training.print_to_stderr(f"{setting.name}: " + ", ".join(f"{r['task']} {r['value']:.2f} %" for r in rows[-2:]))
+        training.print_to_stderr(
+            f"[{number}/{len(settings)}] {setting.name}: "
+            + ", ".join(f"{r['task']} {r['value']:.2f} %" for r in rows[-2:])
+        )
     return rows
 
 
@@ -150,17 +155,36 @@ def markdown(rows: list[Row]) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=COMMAND, description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        prog=COMMAND, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("--quick", action="store_true", help="a smaller model and shorter sequences")
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="of torch")
-    add("--seconds", type=float, default=90.0, help="of training at most")
-    add("--sequences", type=int, default=128, help="of each task to evaluate on")
-    add("--batch", type=int, default=256, help="sequences evaluated at a time")
-    add("--seed", type=int, default=0, help="of weights and sequences")
-    add("--save", type=Path, default=None, help="folder for the trained model")
-    add("--out", type=Path, default=None, help="folder for the rows (default: of the device, in build/profiling)")
+    add(
+        "--device",
+        type=command_line.device,
+        default=command_line.default_device(),
+        metavar="NAME",
+        help="cpu or cuda (default: cuda if there is one)",
+    )
+    add(
+        "--seconds",
+        type=command_line.positive_number,
+        default=90.0,
+        metavar="S",
+        help="of training at most (default: %(default)g)",
+    )
+    size = command_line.positive_integer
+    add("--sequences", type=size, default=128, metavar="N", help="of each task to evaluate on (default: %(default)s)")
+    add("--batch", type=size, default=256, metavar="N", help="sequences evaluated at a time (default: %(default)s)")
+    add(
+        "--seed",
+        type=command_line.seed,
+        default=0,
+        metavar="N",
+        help="of weights and sequences (default: %(default)s)",
+    )
+    add("--save", type=Path, metavar="DIR", help="keep the trained model in this folder")
+    add("--out", type=Path, metavar="DIR", help="folder for the rows (default: of the device, in build/profiling)")
     add("--commit-results", action="store_true", help="write to the committed results of this device")
     return parser
 

@@ -114,9 +114,11 @@ def train(model: Any, size: Size, seed: int, seconds: float, say: Callable[[str]
             continue
         right = (logits.argmax(-1) == wanted).float().mean().item()
         average = 0.8 * average + 0.2 * right
-        over = time.perf_counter() - start > seconds
+        took = time.perf_counter() - start
+        over = took > seconds
         if step % 200 == 0 or over:
-            say(f"step {step}: {pairs} pairs, loss {loss.item():.4f}, right {average:.2%}")
+            where = f"step {step} of {size.steps}, {took:.0f} of {seconds:g} s, {pairs} of {size.pairs} pairs"
+            say(f"{where}: loss {loss.item():.4f}, right {average:.2%}")
         if over or (pairs == size.pairs and average > DONE):
             break
         if average > SATISFIED and pairs < size.pairs:

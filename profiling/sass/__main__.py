@@ -29,8 +29,12 @@ def find_library() -> Path:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m profiling.sass", description=__doc__)
-    parser.add_argument("--library", type=Path, help="a library or cubin (default: the extension in this checkout)")
-    parser.add_argument("--name", default="", metavar="REGEX", help="print only what it finds in 'arch name'")
+    parser.add_argument(
+        "--library", type=_file, metavar="FILE", help="a library or cubin (default: the extension in this checkout)"
+    )
+    parser.add_argument(
+        "--name", type=_pattern, default="", metavar="REGEX", help="print only what it finds in 'arch name'"
+    )
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--check", action="store_true", help="print what breaks a rule or moved; 1 if anything does")
     action.add_argument("--write", action="store_true", help="rewrite the manifest")
@@ -62,9 +66,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1 if broken or moved else 0
     else:
         for key, row in sorted(rows.items()):
-            if re.search(args.name, key):
+            if args.name.search(key):
                 print(key, *(f"{name} {value}" for name, value in row.items()), sep="  ")
     return 1 if broken else 0
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"'{text}' is no regular expression: {error}") from None
+
+
+def _file(text: str) -> Path:
+    if not Path(text).is_file():
+        raise argparse.ArgumentTypeError(f"there is no file {text}")
+    return Path(text)
 
 
 if __name__ == "__main__":

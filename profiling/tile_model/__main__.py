@@ -28,7 +28,10 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     p.add_argument(
-        "--device", default="H200", help=f"{', '.join(DEVICES)}, or attached, this machine's GPU (default: %(default)s)"
+        "--device",
+        default="H200",
+        metavar="NAME",
+        help=f"{', '.join(DEVICES)}, or attached, this machine's GPU (default: %(default)s)",
     )
     what = p.add_mutually_exclusive_group(required=True)
     what.add_argument("--gemm", nargs=3, type=int, metavar=("M", "N", "K"), help="a dense fp16 GEMM")
@@ -37,11 +40,14 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--shape", metavar="B,Hq,Hkv,Sq,T,D", help="batch, query heads, KV heads, query tokens, cached tokens, head dim"
     )
-    p.add_argument("--keep", type=int, help="nonzeros a token and head")
+    p.add_argument("--keep", type=int, metavar="N", help="nonzeros a token and head")
     p.add_argument("--backend", choices=BACKENDS, help='of a sparse product (default: what "auto" takes)')
-    p.add_argument("--dtype", choices=DTYPES, default=DTYPES[0])
+    p.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of cache and queries (default: %(default)s)")
     p.add_argument(
-        "--data", choices=DATA, default=DATA[0], help="in the cache: decides the padding, and which row to compare with"
+        "--data",
+        choices=DATA,
+        default=DATA[0],
+        help="in the cache: decides the padding, and which row to compare with (default: %(default)s)",
     )
     p.add_argument("--all", action="store_true", help="every candidate of a GEMM")
     p.add_argument("--json", action="store_true", help="the candidates and the choice as JSON")

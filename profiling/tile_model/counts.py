@@ -95,7 +95,7 @@ class Tile:
         """The tile of a sweep's case.
 
         Raises:
-            ValueError: the head dim is larger than any that is instantiated, or the backend is not one of CUDA.
+            ValueError: the head dim is one that no kernel takes, or the backend is not one of CUDA.
         """
         if (case.backend, case.role) not in ROW_BLOCKS:
             raise ValueError(f"backend {case.backend} is not modelled")
@@ -103,6 +103,8 @@ class Tile:
         head_dim = next((d for d in HEAD_DIMS if shape.head_dim <= d), None)
         if head_dim is None:
             raise ValueError(f"head dim {shape.head_dim} is more than {HEAD_DIMS[-1]}, the largest that kernels take")
+        if shape.head_dim % 8:
+            raise ValueError(f"head dim {shape.head_dim} is not a multiple of 8, which kernels take")
         rows = shape.query_heads // shape.kv_heads * shape.query_tokens
         blocks = ROW_BLOCKS[case.backend, case.role]
         n = next((n for n in blocks if rows <= n), blocks[-1])

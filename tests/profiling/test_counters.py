@@ -199,10 +199,27 @@ def test_the_child_goes_on_after_a_case_that_fails(tmp_path, capsys, monkeypatch
 # ---- Where there are none --------------------------------------------------------------------------------------------
 
 
-def test_without_a_gpu_rows_come_without_counters(tmp_path, capsys, monkeypatch):
+TINY = ["--shape", "1,4,2,2,200,64", "--backend", "cpu", "--op", "sparse_qk", "--keep", "19", "--repeats", "2"]
+
+
+def test_what_counters_need_is_looked_for_before_anything_is_measured(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sweep.Run, "measure", lambda *_: pytest.fail("measured before the error"))
+    arguments = [*TINY, "--ncu", "--out", str(tmp_path / "out")]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    arguments = ["--shape", "1,4,2,2,200,64", "--backend", "cpu", "--op", "sparse_qk", "--keep", "19", "--repeats", "2"]
-    assert sweep.main([*arguments, "--ncu", "--out", str(tmp_path)]) == 0
+    assert sweep.main(arguments) == 2
+    assert "error: --ncu: no CUDA device" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(collect.CountersError, match="no case runs a GPU kernel"):
+        collect.check(["cpu", "reference"])
+    with pytest.raises(collect.CountersError, match="there is no"):
+        collect.check(["sm90", "cpu"], tmp_path / "ncu")
+
+
+def test_rows_without_counters_that_were_asked_for_are_a_failure(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(collect, "check", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert sweep.main([*TINY, "--ncu", "--out", str(tmp_path)]) == 1
     assert "no counters: no CUDA device" in capsys.readouterr().err
     assert rows.read(tmp_path / "sweep.json")[0].accurate
 

@@ -52,7 +52,7 @@ def test_beside_torch_on_a_gpu(capsys):
     "arguments, message",
     [
         (["--query-heads", "5", "--kv-heads", "2"], "multiple of --kv-heads"),
-        (["--rounds", "0"], "must be at least 1"),
+        (["--rounds", "0"], "not a positive integer"),
         pytest.param(
             [], "no CUDA device", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
         ),

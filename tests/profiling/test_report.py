@@ -241,7 +241,9 @@ def test_what_report_leaves_out(tmp_path, capsys, h200):
     assert report.main([*arguments, "--", str(tmp_path / "cpu")]) == 1
     assert "no rows of a GPU" in capsys.readouterr().err
     out = ["--out", str(tmp_path / "out")]
+    (tmp_path / "none").mkdir()
     assert report.main([*out, "--", str(tmp_path / "none")]) == 2
+    assert "no rows" in capsys.readouterr().err
     (tmp_path / "cpu" / "sweep.json").write_text("[{}]")
     assert report.main([*out, "--", str(tmp_path / "cpu")]) == 2
     assert "lacks op" in capsys.readouterr().err

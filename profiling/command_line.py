@@ -1,0 +1,104 @@
+"""Types and checks of command-line arguments that several commands share. Every message names the option."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+
+import torch
+
+LARGEST = 2**31 - 1  # of a size: kernels count in 32 bits
+LARGEST_SEED = 2**62  # commands add to it, and torch takes 64 bits
+
+
+def positive_integer(text: str) -> int:
+    return _integer(text, 1, LARGEST, "a positive integer")
+
+
+def count(text: str) -> int:
+    return _integer(text, 0, LARGEST, "an integer of at least 0")
+
+
+def seed(text: str) -> int:
+    return _integer(text, 0, LARGEST_SEED, f"an integer from 0 to {LARGEST_SEED}")
+
+
+def positive_number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a positive number")
+    return value
+
+
+def device(text: str) -> torch.device:
+    """A CPU or a CUDA device that is there."""
+    try:
+        found = torch.device(text)
+    except RuntimeError:
+        found = torch.device("meta")
+    if found.type not in ("cpu", "cuda") or (found.type == "cpu" and found.index):
+        raise argparse.ArgumentTypeError(f"'{text}' is neither cpu nor cuda")
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if found.type == "cuda" and not devices:
+        raise argparse.ArgumentTypeError(f"'{text}': no CUDA device: --device cpu runs without one")
+    if found.type == "cuda" and (found.index or 0) >= devices:
+        raise argparse.ArgumentTypeError(f"'{text}': there are {devices} CUDA devices, counted from 0")
+    return found
+
+
+def default_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def check_backend(parser: argparse.ArgumentParser, name: str, target: torch.device) -> None:
+    """Ends the command unless a backend, by --backend, serves tensors on the device."""
+    from cute_kernels._runtime import backends  # of the checkout, not of another build that is compared with it
+
+    try:
+        backends.resolve(backends.check_name(name), target)
+    except (ValueError, RuntimeError) as error:
+        parser.error(f"argument --backend: {error}")
+
+
+def check_sizes(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Ends the command unless --query-heads, --kv-heads, --head-dim and, if there is one, --keep go together."""
+    from cute_kernels._runtime.extension import _C
+
+    largest, head_dim = max(_C.format.HEAD_DIMS), options.head_dim
+    if head_dim > largest or not _C.format.padded_head_dim(head_dim):
+        parser.error(f"argument --head-dim: must be a multiple of 8 from 8 to {largest}, got {head_dim}")
+    if options.query_heads % options.kv_heads:
+        parser.error(
+            f"argument --query-heads: must be a multiple of --kv-heads {options.kv_heads}, got {options.query_heads}"
+        )
+    if getattr(options, "keep", 1) > head_dim:
+        parser.error(f"argument --keep: must be at most --head-dim {head_dim}, got {options.keep}")
+
+
+def folder_for(path: Path) -> Path:
+    """Makes a folder, and those above it, to be written to.
+
+    Raises:
+        ValueError: it cannot be made; the message says why.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"cannot make the folder {path}: {error.strerror}") from None
+    return path
+
+
+def _integer(text: str, low: int, high: int, what: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = low - 1
+    if value < low:
+        raise argparse.ArgumentTypeError(f"'{text}' is not {what}")
+    if value > high:
+        raise argparse.ArgumentTypeError(f"'{text}' is more than {high}")
+    return value

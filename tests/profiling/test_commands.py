@@ -1,0 +1,164 @@
+"""What every command has in common: its help, and short messages for arguments that are wrong, before any work."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import re
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+
+import pytest
+import torch
+
+import profiling
+from profiling import command_line
+
+FOLDER = profiling.ROOT / "profiling"
+COMMANDS = sorted(
+    ".".join(path.relative_to(profiling.ROOT).with_suffix("").parts).removesuffix(".__main__")
+    for path in FOLDER.rglob("*.py")
+    if "\nif __name__ ==" in path.read_text(encoding="utf-8")
+)
+NEED_TRANSFORMERS = ("profiling.recipes.associative_recall", "cute_kernels.eval")
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+
+
+def main_of(command: str):
+    if command in NEED_TRANSFORMERS:
+        pytest.importorskip("transformers", reason="needs the extra eval")
+    if command == "cute_kernels.eval":
+        return importlib.import_module("cute_kernels.eval.command").main
+    folder = (profiling.ROOT / command.replace(".", "/")).is_dir()
+    return importlib.import_module(f"{command}.__main__" if folder else command).main
+
+
+def ended(command: str, *arguments: object) -> tuple[int, str, str]:
+    """(exit status, stdout, stderr); an error that is raised is the test's."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        try:
+            status = main_of(command)([str(argument) for argument in arguments])
+        except SystemExit as stopped:
+            status = stopped.code
+    return status, out.getvalue(), err.getvalue()
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, "cute_kernels.eval"])
+def test_help(command):
+    status, text, _ = ended(command, "--help")
+    assert status == 0 and text.startswith(f"usage: python -m {command} ")
+    for wrong in ("default: None", "default: False", "default: ["):
+        assert wrong not in text
+    assert not re.search(r"\(default: [^()]*(\([^()]*\))?[^()]*\) \(default", text)
+    described = re.split(r"\n(?=  \S)", text[text.index("\noptions:") :])
+    options = [part for part in described if part.startswith("  -")]
+    undocumented = [part for part in options if not re.match(r"  -\S.*?(\s{2,}|\n\s{10,})\S", part, re.DOTALL)]
+    assert len(options) > 1 or command.endswith("child")
+    assert not undocumented
+
+
+def test_all_commands_are_found():
+    assert {"profiling.sweep", "profiling.soak", "profiling.ab", "profiling.tile_model"} <= set(COMMANDS)
+    assert len(COMMANDS) >= 14
+
+
+CPU = ("--device", "cpu")
+SWEEP = ("--shape", "1,1,1,1,64,64", "--keep", "19", "--backend", "cpu", "--op", "sparse_qk", "--repeats", "1")
+WRONG = [
+    ("profiling.soak", "--ops", "-5", "--ops: '-5' is not a positive integer"),
+    ("profiling.soak", "--ops", "0", "--ops: '0' is not a positive integer"),
+    ("profiling.soak", "--seed", "-1", "--seed: '-1' is not an integer from 0"),
+    ("profiling.soak", "--device", "foo", "--device: 'foo' is neither cpu nor cuda"),
+    ("profiling.soak", "--device", "meta", "--device: 'meta' is neither cpu nor cuda"),
+    ("profiling.soak", "--backend", "sm90", "--backend: backend 'sm90' takes tensors on a cuda device"),
+    ("profiling.soak", "--backend", "best", "--backend: backend must be one of 'auto'"),
+    ("profiling.pages", "trim", "--tiles", "0", "--tiles: '0' is not a positive integer"),
+    ("profiling.ragged", *CPU, "--backend", "sm90", "--backend: backend 'sm90'"),
+    ("profiling.ragged", *CPU, "--head-dim", "7", "--head-dim: must be a multiple of 8 from 8 to 256, got 7"),
+    ("profiling.ragged", *CPU, "--keep", "500", "--keep: must be at most --head-dim 128, got 500"),
+    ("profiling.ragged", *CPU, "--query-heads", "3", "--query-heads: must be a multiple of --kv-heads 8, got 3"),
+    ("profiling.ragged", *CPU, "--seed", "9" * 30, "--seed: '999"),
+    ("profiling.ragged", "--device", "foo", "--device: 'foo' is neither"),
+    ("profiling.host_cost", "--no-launch", "--head-dim", "512", "--head-dim: must be a multiple of 8"),
+    ("profiling.host_cost", "--no-launch", "--tokens", "x", "--tokens: 'x' is not a positive integer"),
+    ("profiling.recipes.associative_recall", "--device", "foo", "--device: 'foo' is neither"),
+    ("profiling.recipes.associative_recall", "--seconds", "nan", "--seconds: 'nan' is not a positive number"),
+    ("profiling.recipes.associative_recall", "--seconds", "-5", "--seconds: '-5' is not a positive number"),
+    ("profiling.recipes.associative_recall", "--sequences", "-4", "--sequences: '-4' is not a positive integer"),
+    ("profiling.recipes.associative_recall", "--batch", "0", "--batch: '0' is not a positive integer"),
+    ("profiling.recipes.associative_recall", *CPU, "--save", "{file}", "cannot make the folder"),
+    ("profiling.sass", "--name", "[", "--name: '[' is no regular expression"),
+    ("profiling.sass", "--library", "{file}/none", "--library: there is no file"),
+    ("profiling.tile_model", "--case", "qk", "--shape", "1,8,8,1,64,60", "--keep", "3", "60 is not a multiple of 8"),
+    ("profiling.decode_microbench", "--arch", "7.0", "--arch: '7.0' is not supported"),
+    ("profiling.ab", "{root}", "--again", "-5", "--again: '-5' is not an integer of at least 0"),
+    ("profiling.ab", "{root}", "--limit", "nan", "--limit: 'nan' is not a positive number"),
+    ("profiling.ab", "{root}", "--device", "foo", "--device: invalid choice: 'foo'"),
+    ("profiling.ab", "{root}", *CPU, "--out", "{file}/x/ab.json", "cannot make the folder"),
+    ("profiling.report", "{file}", "there is no folder"),
+    ("profiling.report", "--docs", "{file}", "--docs goes with --update-docs"),
+    ("profiling.generate", "--window", "-5", "--window: '-5' is not an integer of at least 0"),
+    ("profiling.generate", "--device", "foo", "--device: 'foo' is neither"),
+    ("profiling.generate", "--name", "a/b", "--name: 'a/b' is not the name of a file"),
+    ("profiling.generate", *CPU, "--quick", "--out", "{file}", "cannot make the folder"),
+    (
+        "profiling.generate", *CPU, "--quick", "--key-keep", "500", "--value-keep", "3", "--out", "{folder}",
+        "--key-keep must be from 1 to the model's head dim 64, got 500",
+    ),
+    ("profiling.sweep", *SWEEP, "--out", "{file}", "cannot make the folder"),
+    ("profiling.sweep", *SWEEP, "--seed", "9" * 20, "--seed: '999"),
+    ("profiling.sweep", "--shape", f"1,1,1,1,{2**40},64", "every size must be from 1 to 2147483647"),
+    ("profiling.sweep", "--grid", f"T={10**20}", "every size must be from 1 to 2147483647"),
+    ("profiling.sweep", *SWEEP, "--ncu-report", "{file}", "go with --ncu"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("command, arguments, message", [(line[0], line[1:-1], line[-1]) for line in WRONG], ids=str)
+def test_wrong_arguments(command, arguments, message, tmp_path):
+    if command == "profiling.generate":
+        pytest.importorskip("transformers", reason="needs the extra transformers")
+    file = tmp_path / "file"
+    file.touch()
+    places = {"file": file, "folder": tmp_path, "root": profiling.ROOT}
+    status, _, err = ended(command, *(str(argument).format(**places) for argument in arguments))
+    assert status == 2 and "Traceback" not in err
+    assert message in err.splitlines()[-1]
+
+
+@NO_GPU
+@pytest.mark.parametrize(
+    "command, arguments",
+    [
+        ("profiling.soak", ["--device", "cuda"]),
+        ("profiling.soak", ["--device", "cuda:3"]),
+        ("profiling.pages", ["time"]),
+        ("profiling.ragged", []),
+        ("profiling.ragged", ["--device", "cuda"]),
+        ("profiling.host_cost", []),
+        ("profiling.recipes.associative_recall", ["--device", "cuda"]),
+        ("profiling.ab", [profiling.ROOT, "--device", "cuda"]),
+        ("profiling.generate", ["--device", "cuda"]),
+        ("profiling.sweep", [*SWEEP, "--ncu"]),
+        ("profiling.tile_model", ["--device", "attached", "--gemm", "1", "2", "3"]),
+    ],
+)
+def test_without_a_gpu(command, arguments):
+    status, out, err = ended(command, *arguments)
+    assert status == 2 and "no CUDA device" in err.splitlines()[-1] and not out
+
+
+@pytest.mark.gpu
+def test_devices_are_those_that_are_there():
+    assert command_line.device("cuda:0") == torch.device("cuda", 0)
+    with pytest.raises(command_line.argparse.ArgumentTypeError, match="CUDA devices, counted from 0"):
+        command_line.device(f"cuda:{torch.cuda.device_count()}")
+
+
+def test_soak_does_what_it_counts():
+    status, out, err = ended("profiling.soak", "--ops", "7", "--seed", "1")
+    assert status == 0 and "7 operations on cpu, seed 1," in out and "all as the model" in out
+    done = dict(re.findall(r"(\w+) (\d+)", out.splitlines()[1]))
+    assert sum(int(n) for name, n in done.items() if name not in ("refused", "dropped")) == 7
+    assert "[4/4]" in err and "seed 1" in err
+    assert sys.modules["profiling.soak"].OPS_A_LINE > 7
