@@ -295,6 +295,7 @@ def _row(
         repeats=len(results),
         lowest_tokens_per_s=min(speeds),
         highest_tokens_per_s=max(speeds),
+        isa=env.isa,
     )
 
 

@@ -43,18 +43,19 @@ def measure_case(case: Case, env: Environment, wanted: Sequence[str] | None = No
     error = _error(case, inputs)
     moved = operations.bytes_moved(case, inputs)
     row = partial(_row, case, env, inputs.bits_per_element, inputs.cache_bytes, moved, error)
-    calls = _rotation(case, inputs, env.cache_bytes)
+    calls = _rotation(case, inputs, env)
     rows, missing = [], []
     for plugin in peers.of(case, env.device.type, wanted):
         try:
-            peer, peer_error = plugin.peer(case, inputs).checked(
-                lambda got: check.relative_error(case, inputs, got) if case.op != "compress" else 0.0
+            peer, form, peer_error = plugin.peer(case, inputs).fastest(
+                lambda got: check.relative_error(case, inputs, got) if case.op != "compress" else 0.0,
+                partial(_copies, case, env),
+                clock,
             )
         except Unavailable as reason:
             missing.append(str(reason))
             continue
-        copies = _copies(case, peer.nbytes, env)
-        form = peer.fastest_form(copies, clock)
+        copies = _copies(case, env, peer.nbytes)
         timings, how = _times(case, {"op": calls, "peer": peer.rotation(form, copies)}, clock)
         beside = {
             "peer": peer.name,
@@ -77,10 +78,10 @@ def _dense_row(case: Case, env: Environment, clock: timing.CpuTimer | timing.Cud
     def error_of(result: Tensor) -> float:
         return check.relative_error(case, inputs, result) if case.op != "copy" else float((result != 1).any())
 
-    peer, error = peers.named(case.backend).peer(case, inputs).checked(error_of)
-    copies = _copies(case, peer.nbytes, env)
-    form = peer.fastest_form(copies, clock)
-    timings, how = _times(case, {"op": peer.rotation(form, copies)}, clock)
+    peer, form, error = (
+        peers.named(case.backend).peer(case, inputs).fastest(error_of, partial(_copies, case, env), clock)
+    )
+    timings, how = _times(case, {"op": peer.rotation(form, _copies(case, env, peer.nbytes))}, clock)
     return _row(
         case,
         env,
@@ -108,14 +109,12 @@ def _error(case: Case, inputs: operations.InputSet) -> float:
     return check.relative_error(case, inputs, operations.call(case, inputs))
 
 
-def _copies(case: Case, nbytes: int, env: Environment) -> int:
+def _copies(case: Case, env: Environment, nbytes: int) -> int:
     return 1 if case.cache == "warm" else timing.copies_for_cold_cache(nbytes, env.cache_bytes)
 
 
-def _rotation(case: Case, inputs: operations.InputSet, cache_bytes: int) -> list[timing.Call]:
-    copies = (
-        1 if case.cache == "warm" else timing.copies_for_cold_cache(operations.bytes_moved(case, inputs), cache_bytes)
-    )
+def _rotation(case: Case, inputs: operations.InputSet, env: Environment) -> list[timing.Call]:
+    copies = _copies(case, env, operations.bytes_moved(case, inputs))
     sets = [inputs] + [operations.copy_of(case, inputs) for _ in range(copies - 1)]
     return [lambda operands=operands: operations.call(case, operands) for operands in sets]
 
@@ -181,6 +180,7 @@ def _row(
         cache=case.cache,
         timing=how,
         stages_ahead=case.stages_ahead,
+        isa=env.isa,
         cache_tb_per_s=rounded(cache_bytes / us / 1e6),
         **peer,
     )

@@ -14,10 +14,11 @@ from profiling.suites import SUITES
 REPEATS, QUICK_REPEATS = 30, 10
 
 DESCRIPTION = """\
-Measure cute_kernels beside what one would run without it: dense products (cuBLAS on a GPU, torch in bfloat16 on a CPU),
-dense attention (torch's scaled_dot_product_attention, FlashInfer where it is installed), for compress a copy of as many
-bytes. Every result, the peers' too, is checked against a float64 computation. Times are medians of single calls with a
-cold cache unless asked otherwise; ratio is the peer's time over ours."""
+Measure cute_kernels beside what one would run without it: dense products (cuBLAS on a GPU, torch on a CPU), dense
+attention (torch's scaled_dot_product_attention, FlashInfer where it is installed), for compress a copy of as many
+bytes. On a CPU the peer has the fastest of float16, bfloat16 and float32, which the row names. Every result, the peers'
+too, is checked against a float64 computation. Times are medians of single calls with a cold cache unless asked
+otherwise, in a CPU's suites with a warm one, too; ratio is the peer's time over ours."""
 
 EPILOG = """\
 What is measured: without arguments all suites, for the device at hand; --suite chooses some. --op, --backend, --keep,

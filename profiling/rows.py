@@ -19,6 +19,7 @@ OF_A_RUN = (
     "sm_clock_mhz",
     "multiprocessors",
     "threads",
+    "isa",
     "repeats",
     "seed",
     "check",
@@ -73,6 +74,7 @@ class Measured:
     cache_tb_per_s: float | None = None  # bytes of the cache alone, as stored / time
     peer_rel_err: float | None = None  # relative Frobenius error of the peer
     stages_ahead: int = 0  # depth of the kernel's pipeline, if it was set; 0: as dispatch chooses
+    isa: str = ""  # CPU only: the instruction set of the kernels, such as "avx512bf16"
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ class Row(Counters, Measured):  # in this order the counters' fields come last
     @property
     def key(self) -> tuple[Any, ...]:
         """What a row is of: rows of one key measure the same thing."""
-        return (self.device, *case_key(self.case), self.peer)
+        return (self.device, self.isa, *case_key(self.case), self.peer)
 
     @property
     def command(self) -> str:

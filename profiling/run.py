@@ -38,8 +38,8 @@ class Run:
     @property
     def rows(self) -> list[Row]:
         """Those of earlier runs and this one's, which replace theirs."""
-        again = {(row.device, *case_key(row.case)) for row in self.new}
-        return [row for row in self._earlier if (row.device, *case_key(row.case)) not in again] + self.new
+        again = {(row.device, row.isa, *case_key(row.case)) for row in self.new}
+        return [row for row in self._earlier if (row.device, row.isa, *case_key(row.case)) not in again] + self.new
 
     def remaining(self, chosen: Sequence[Case]) -> list[Case]:
         """The cases that no earlier row of this device, commit and torch answers with the same seed and repeats."""
@@ -52,7 +52,7 @@ class Run:
         return any(
             (untimed_key(row.case), row.seed, row.repeats) == (untimed_key(case), case.seed, case.repeats)
             and (row.timing == case.timing or case.timing == "auto")
-            and (row.device, row.commit, row.torch) == (env.name, env.commit, env.torch)
+            and (row.device, row.isa, row.commit, row.torch) == (env.name, env.isa, env.commit, env.torch)
             and row.accurate
             for row in self._earlier
         )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from profiling import units
 from profiling.generation.rows import Row, cache_name, kv_of_dense, ratio
 from profiling.readme import ReadmeError
 from profiling.tables import markdown_table
 
 BEGIN = "<!-- generation: begin (written by python -m profiling.report) -->"
 END = "<!-- generation: end -->"
-HEADER = ("batch", "cache", "first token, ms", "step, ms", "tokens/s", "KV, GiB", "of dense", "peak, GiB")
+HEADER = ("batch", "cache", "first token, ms", "step, ms", "tokens/s", "KV, {unit}", "of dense", "peak, GiB")
 
 
 def table_block(rows: Sequence[Row], link: str) -> str:
@@ -39,10 +40,12 @@ def table_block(rows: Sequence[Row], link: str) -> str:
         f"{quoted.transformers}; x: to the best dense cache at this batch, the largest to dense's largest "
         f"([all columns, commands]({link})):"
     )
-    return "\n".join([sentence, "", *markdown_table(HEADER, [_cells(row, alike) for row in alike]), ""])
+    unit = units.size(row.kv_bytes for row in alike)
+    header = [name.format(unit=unit.name) for name in HEADER]
+    return "\n".join([sentence, "", *markdown_table(header, [_cells(row, alike, unit) for row in alike]), ""])
 
 
-def _cells(row: Row, rows: Sequence[Row]) -> tuple[str, ...]:
+def _cells(row: Row, rows: Sequence[Row], unit: units.Unit) -> tuple[str, ...]:
     def beside(text: str, field: str) -> str:
         found = ratio(row, rows, field)
         return f"{text} ({found}x)" if found else text
@@ -53,7 +56,7 @@ def _cells(row: Row, rows: Sequence[Row]) -> tuple[str, ...]:
         beside(f"{row.ttft_ms:.0f}", "ttft_ms"),
         f"{row.step_ms:.1f}",
         beside(f"{row.tokens_per_s:.0f}", "tokens_per_s"),
-        f"{row.kv_bytes / 2**30:.2f}",
+        unit.of(row.kv_bytes, ".2f"),
         kv_of_dense(row),
         "" if row.peak_bytes is None else f"{row.peak_bytes / 2**30:.1f}",
     )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 
-from profiling import records
-from profiling.tables import aligned, markdown_table
+from profiling import records, units
+from profiling.tables import aligned, filled, markdown_table
 
 NAME = "generate"
 # What all rows of a run have in common.
@@ -22,6 +22,7 @@ OF_A_RUN = (
     "torch",
     "transformers",
     "driver",
+    "isa",
     "commit",
     "timestamp",
 )
@@ -63,6 +64,7 @@ class Row:
     repeats: int = 1
     lowest_tokens_per_s: float | None = None  # of the repeats; None: not noted, tokens_per_s is of one run
     highest_tokens_per_s: float | None = None
+    isa: str = ""  # CPU only: the instruction set of the kernels, such as "avx512bf16"
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -78,30 +80,13 @@ class Row:
             self.new_tokens,
             self.dtype,
             self.device,
+            self.isa,
             self.largest,
             None if self.largest else self.batch,
         )
 
 
 FIELDS = tuple(field.name for field in fields(Row))
-HEADER = (
-    "model",
-    "prompt + new",
-    "batch",
-    "cache",
-    "kept K, V",
-    "first token, ms",
-    "to dense",
-    "step, ms",
-    "tokens/s",
-    "lowest to highest",
-    "to dense",
-    "with prompts",
-    "to dense",
-    "KV, GiB",
-    "of dense",
-    "peak, GiB",
-)
 
 
 def dense_beside(row: Row, rows: Sequence[Row]) -> list[Row]:
@@ -112,8 +97,8 @@ def dense_beside(row: Row, rows: Sequence[Row]) -> list[Row]:
         for other in rows
         if other.side == wanted
         and (row.largest or other.batch == row.batch)
-        and (other.model, other.prompt, other.new_tokens, other.dtype, other.device, other.largest)
-        == (row.model, row.prompt, row.new_tokens, row.dtype, row.device, row.largest)
+        and (other.model, other.prompt, other.new_tokens, other.dtype, other.device, other.isa, other.largest)
+        == (row.model, row.prompt, row.new_tokens, row.dtype, row.device, row.isa, row.largest)
     ]
 
 
@@ -150,31 +135,35 @@ def read(path: Path) -> list[Row]:
     return [Row(**{name: value for name, value in values.items() if name in FIELDS}) for values in objects]
 
 
-def _cells(row: Row, rows: Sequence[Row]) -> tuple[str, ...]:
-    kept = "" if row.key_keep is None else f"{row.key_keep}, {row.value_keep} of {row.head_dim}"
-    return (
-        row.model,
-        f"{row.prompt} + {row.new_tokens}",
-        f"{row.batch}" + (" (largest)" if row.largest else ""),
-        cache_name(row),
-        kept,
-        f"{row.ttft_ms:.1f}",
-        ratio(row, rows, "ttft_ms"),
-        f"{row.step_ms:.2f}",
-        f"{row.tokens_per_s:.1f}",
-        spread(row),
-        ratio(row, rows, "tokens_per_s"),
-        f"{row.total_tokens_per_s:.1f}",
-        ratio(row, rows, "total_tokens_per_s"),
-        f"{row.kv_bytes / 2**30:.4g}",
-        kv_of_dense(row),
-        "" if row.peak_bytes is None else f"{row.peak_bytes / 2**30:.2f}",
-    )
+def table_of(rows: Sequence[Row]) -> list[tuple[str, ...]]:
+    """The header and a line for each row, without columns that are empty in all of them."""
+    unit = units.size(row.kv_bytes for row in rows)
+    columns: dict[str, Callable[[Row], str]] = {
+        "model": lambda row: row.model,
+        "prompt + new": lambda row: f"{row.prompt} + {row.new_tokens}",
+        "batch": lambda row: f"{row.batch}" + (" (largest)" if row.largest else ""),
+        "cache": cache_name,
+        "kept K, V": lambda row: "" if row.key_keep is None else f"{row.key_keep}, {row.value_keep} of {row.head_dim}",
+        "first token, ms": lambda row: f"{row.ttft_ms:.1f}",
+        "first token to dense": lambda row: ratio(row, rows, "ttft_ms"),
+        "step, ms": lambda row: f"{row.step_ms:.2f}",
+        "tokens/s": lambda row: f"{row.tokens_per_s:.1f}",
+        "lowest to highest": spread,
+        "tokens/s to dense": lambda row: ratio(row, rows, "tokens_per_s"),
+        "with prompts": lambda row: f"{row.total_tokens_per_s:.1f}",
+        "with prompts to dense": lambda row: ratio(row, rows, "total_tokens_per_s"),
+        f"KV, {unit.name}": lambda row: unit.of(row.kv_bytes, ".4g"),
+        "KV of dense": kv_of_dense,
+        "peak, GiB": lambda row: "" if row.peak_bytes is None else f"{row.peak_bytes / 2**30:.2f}",
+    }
+    return filled([tuple(columns), *(tuple(cell(row) for cell in columns.values()) for row in rows)])
 
 
 def markdown(rows: Sequence[Row]) -> str:
     settings = dict.fromkeys(
-        f"{r.device}, {r.dtype}, torch {r.torch}, Transformers {r.transformers}, "
+        f"{r.device}, "
+        + (f"{r.isa}, " if r.isa else "")
+        + f"{r.dtype}, torch {r.torch}, Transformers {r.transformers}, "
         + (f"driver {r.driver}, " if r.driver else "")
         + f"commit {r.commit}, {r.timestamp}"
         for r in rows
@@ -198,20 +187,22 @@ def markdown(rows: Sequence[Row]) -> str:
         ),
         "",
     ]
-    lines += markdown_table(HEADER, [_cells(row, rows) for row in rows])
+    header, *cells = table_of(rows)
+    lines += markdown_table(header, cells)
     lines += ["", "Commands:", "", "```", *dict.fromkeys(row.command for row in rows), "```"]
     return "\n".join(lines) + "\n"
 
 
 def terminal(rows: Sequence[Row]) -> str:
-    return aligned([HEADER, *(_cells(row, rows) for row in rows)])
+    return aligned(table_of(rows))
 
 
 def one_line(row: Row) -> str:
     """For the progress of a run."""
+    unit = units.size([row.kv_bytes])
     return (
         f"{cache_name(row)}, batch {row.batch}: first token {row.ttft_ms:.0f} ms, {row.tokens_per_s:.1f} tokens/s, "
-        f"KV {row.kv_bytes / 2**30:.4g} GiB"
+        f"KV {unit.of(row.kv_bytes, '.4g')} {unit.name}"
     )
 
 

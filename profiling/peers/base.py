@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from profiling import check, timing
@@ -33,6 +34,7 @@ class Peer:
     bits_per_element: float  # of that cache
     tolerance: float  # of its relative Frobenius error; a peer beyond it is not measured
     bytes_moved: int  # what a call must at least read and write
+    alternatives: tuple[Peer, ...] = ()  # the same on other operands, such as of another dtype: the fastest is measured
 
     @property
     def nbytes(self) -> int:
@@ -65,16 +67,38 @@ class Peer:
                 reasons.append(f"{name}: relative error {error:.1e} > {self.tolerance:.0e}")
         if not good:
             raise Unavailable(f"{self.name}: {'; '.join(reasons)}")
-        return Peer(
-            self.name, self.operands, good, self.cache_bytes, self.bits_per_element, self.tolerance, self.bytes_moved
-        ), worst
+        return replace(self, forms=good, alternatives=()), worst
 
-    def fastest_form(self, copies: int, clock: timing.CpuTimer | timing.CudaTimer) -> str:
-        if len(self.forms) == 1:
-            return next(iter(self.forms))
-        rotations = {form: self.rotation(form, copies) for form in self.forms}
-        timings = timing.measure(rotations, CHOICE_REPEATS, clock)
-        return min(timings, key=lambda form: timings[form].median_us)
+    def fastest(
+        self,
+        error_of: Callable[[Tensor], float],
+        copies_of: Callable[[int], int],
+        clock: timing.CpuTimer | timing.CudaTimer,
+    ) -> tuple[Peer, str, float]:
+        """(the fastest of this peer and its alternatives, its fastest form, its error), of what is right.
+
+        copies_of: bytes of one call's operands -> how many sets of them are used in turn.
+
+        Raises:
+            Unavailable: nothing is.
+        """
+        good, reasons = [], []
+        for peer in (self, *self.alternatives):
+            try:
+                good.append(peer.checked(error_of))
+            except Unavailable as reason:
+                reasons.append(str(reason))
+        if not good:
+            raise Unavailable("; ".join(reasons))
+        found = {(peer.name, form): (peer, form, error) for peer, error in good for form in peer.forms}
+        if len(found) == 1:
+            return next(iter(found.values()))
+        us: dict[tuple[str, str], float] = {}
+        for peer, _ in good:
+            rotations = {form: peer.rotation(form, copies_of(peer.nbytes)) for form in peer.forms}
+            timings = timing.measure(rotations, CHOICE_REPEATS, clock)
+            us |= {(peer.name, form): timings[form].median_us for form in rotations}
+        return found[min(us, key=lambda key: us[key])]
 
 
 @dataclass(frozen=True)
@@ -101,6 +125,17 @@ def _reason(failure: Exception) -> str:
     if "CUDA error" in str(failure):
         raise failure
     return f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
+
+
+def in_dtypes(build: Callable[[torch.dtype, str], Peer], own: torch.dtype) -> Peer:
+    """The peer in the cache's dtype, with those in the other dtypes as alternatives.
+
+    build: (dtype, its short name, which its forms begin with) -> peer.
+    """
+    names = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+    first, *others = sorted(names, key=lambda dtype: dtype != own)
+    peer = build(first, names[first])
+    return replace(peer, alternatives=tuple(build(dtype, names[dtype]) for dtype in others))
 
 
 def dense_peer(

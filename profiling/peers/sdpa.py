@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from profiling.cases import Case
 from profiling.operations import InputSet
-from profiling.peers.base import Peer, Plugin, dense_peer
+from profiling.peers.base import Peer, Plugin, dense_peer, in_dtypes
 
 _BACKENDS = {
     "sdpa flash": SDPBackend.FLASH_ATTENTION,
@@ -32,16 +33,24 @@ def _attention(backend: SDPBackend | None, folded: bool, q: Tensor, k: Tensor, v
 
 
 def _build(name: str, case: Case, inputs: InputSet) -> Peer:
+    return _in_dtype(name, case, inputs, inputs.dense.dtype)
+
+
+def _in_dtype(name: str, case: Case, inputs: InputSet, dtype: torch.dtype, prefix: str = "") -> Peer:
     backend = _BACKENDS.get(name)
-    forms: dict[str, Callable[..., Tensor]] = {"gqa": partial(_attention, backend, False)}
+    forms: dict[str, Callable[..., Tensor]] = {f"{prefix}gqa": partial(_attention, backend, False)}
     if case.load.shape.query_heads != case.load.shape.kv_heads:
-        forms["folded"] = partial(_attention, backend, True)
-    caches = (inputs.dense, inputs.dense_values)
-    return dense_peer(name, (inputs.left, *caches), forms, caches, out_bytes=inputs.left.nbytes)
+        forms[f"{prefix}folded"] = partial(_attention, backend, True)
+    q, *caches = (x.to(dtype) for x in (inputs.left, inputs.dense, inputs.dense_values))
+    return dense_peer(name, (q, *caches), forms, tuple(caches), out_bytes=q.nbytes)
 
 
-def _plugin(name: str, device: str) -> Plugin:
-    return Plugin(name, ("attention",), (device,), partial(_build, name))
+def _build_on_cpu(case: Case, inputs: InputSet) -> Peer:
+    """Which dtype is fastest depends on the CPU's instruction set, so all are tried."""
+    return in_dtypes(lambda dtype, name: _in_dtype("sdpa", case, inputs, dtype, f"{name} "), own=inputs.dense.dtype)
 
 
-PLUGINS = (*(_plugin(name, "cuda") for name in _BACKENDS), _plugin("sdpa", "cpu"))
+PLUGINS = (
+    *(Plugin(name, ("attention",), ("cuda",), partial(_build, name)) for name in _BACKENDS),
+    Plugin("sdpa", ("attention",), ("cpu",), _build_on_cpu),
+)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from profiling import units
 from profiling.cases import DECODE_OPS, Shape, usual_keeps
 from profiling.ceilings import Ceilings
 from profiling.plots import choose, style
@@ -26,7 +27,8 @@ def figure(rows: Sequence[Row], limits: Ceilings) -> Figure | None:
     shapes = [shape for shape in known if any(row.shape == shape for row in usual)]
     ops = [op for op in DECODE_OPS if any(row.op == op for row in usual)]
     names = choose.backends(usual)
-    unit, scale = ("TB/s", 1.0) if usual[0].multiprocessors else ("GB/s", 1e3)
+    rate = units.rate(row.tb_per_s for row in usual)
+    unit, scale = rate.name, 1 / rate.size
     drawn, axes = style.panels(len(ops), 4.8, 1.8 + 0.55 * len(shapes))
     last = 0.0
     for op, axis in zip(ops, axes, strict=True):

@@ -49,7 +49,8 @@ def backends(rows: Sequence[Row]) -> list[str]:
 
 
 def device(rows: Sequence[Row]) -> str:
-    return ", ".join(dict.fromkeys(row.device for row in rows))
+    """With the instruction set of a CPU's kernels."""
+    return ", ".join(dict.fromkeys(f"{row.device}, {row.isa}" if row.isa else row.device for row in rows))
 
 
 def shape_text(row: Row, tokens: bool = True) -> str:

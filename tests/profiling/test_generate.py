@@ -49,6 +49,11 @@ def test_rows_of_both_sides(tmp_path, capsys):
     table = rows.markdown(rows.read(tmp_path / "generate.json"))
     assert f"{sparse['tokens_per_s'] / dense['tokens_per_s']:.2f}" in table
     assert [path.name for path in tmp_path.iterdir()] == ["generate.json"]
+    header, *lines = rows.table_of(rows.read(tmp_path / "generate.json"))
+    assert len(set(header)) == len(header) and "peak, GiB" not in header
+    kv = header.index("KV, KiB")
+    assert lines[-1][kv] == f"{sparse['kv_bytes'] / 1024:.4g}" and float(lines[-1][kv]) > 1
+    assert sparse["isa"] and f", {sparse['isa']}, bfloat16" in table
     out = capsys.readouterr()
     assert "SparseKVCache" in out.out and "[4/4]" in out.err
 

@@ -177,12 +177,13 @@ def test_report_writes_tables(tmp_path, capsys, h200):
     assert written == {f"{name}.{suffix}" for name in names for suffix in ("csv", "md")}
     with (tmp_path / "nvidia-h200" / "sweep.csv").open(newline="", encoding="utf-8") as file:
         table = list(csv.DictReader(file))
-    assert "float16 | gaussian" in (tmp_path / "nvidia-h200" / "sweep.md").read_text()
+    text = (tmp_path / "nvidia-h200" / "sweep.md").read_text()
+    assert "float16 | gaussian" in text and "| TB/s | cache TB/s | el/clk/SM |" in text
     for line, row in zip(table, h200, strict=True):
         values = rows.as_object(row)
         assert line == {name: "" if values[name] is None else str(values[name]) for name in line}
         assert line["command"] == row.case.command and line["status"] == "ok"
-    assert set(values) - set(line) == {"stages_ahead"} | {name for name in values if name.startswith("ncu_")}
+    assert set(values) - set(line) == {"stages_ahead", "isa"} | {name for name in values if name.startswith("ncu_")}
 
 
 def document(folder, text: str):

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import profiling
+from cute_kernels._runtime.extension import _C
 from profiling import (
     cases,
     check,
@@ -54,7 +55,9 @@ def test_rows_and_files(tmp_path, capsys):
     for row in objects:
         assert [row[name] for name in ("B", "Hq", "Hkv", "Sq", "T", "D")] == [1, 4, 2, 2, 200, 64]
         assert (row["backend"], row["keep"], row["data"], row["repeats"], row["seed"]) == ("cpu", 19, "gaussian", 3, 0)
-        assert row["peer"] == {"compress": "copy", "sparse_attention": "sdpa"}.get(row["op"], "torch bf16")
+        assert row["peer"] == {"compress": "copy", "sparse_attention": "sdpa"}.get(row["op"], "torch")
+        assert (row["op"] == "compress") == (row["peer_form"].split()[0] not in ("fp16", "bf16", "fp32"))
+        assert row["isa"] == _C.cpu.isa()
         assert row["median_us"] > 0 and row["iqr_us"] >= 0 and row["tb_per_s"] > 0
         assert row["ratio"] == pytest.approx(row["peer_us"] / row["median_us"], rel=1e-4)
         assert row["rel_err"] <= row["tolerance"] and row["status"] == "ok"

@@ -44,6 +44,7 @@ def test_committed_rows_can_be_read_and_written(path, tmp_path):
     assert rows.read(tmp_path / path.name) == found
     assert len({row.key for row in found}) == len(found)
     assert all(row.cache_tb_per_s < row.tb_per_s for row in found)
+    assert all(row.multiprocessors or row.isa for row in found)  # of a CPU with its instruction set
 
 
 def test_rows_are_lines_and_runs_are_written_once(tmp_path):
@@ -195,7 +196,9 @@ def test_dense_rows_and_settings_show_in_tables(tmp_path):
     found = {row.op: row for row in rows.read(tmp_path / "sweep.json")}
     assert set(found) == {"copy", "dense_attention", "sparse_av"}
     for op in ("copy", "dense_attention"):
-        assert (found[op].peer, found[op].ratio, found[op].keep, found[op].bits_per_element) == ("", None, 64, 16.0)
+        assert (found[op].peer, found[op].ratio, found[op].keep) == ("", None, 64)
+        assert found[op].bits_per_element == (32.0 if found[op].peer_form.startswith("fp32") else 16.0)
     assert found["sparse_av"].scores == "float32" and found["sparse_av"].cache == "warm"
     table = tables.markdown(list(found.values()))
-    assert "| sparse_av | cpu | 1,4,2,1,128,64 | 19 | float16, p float32 | gaussian warm |" in table
+    isa = found["sparse_av"].isa
+    assert f"| sparse_av | cpu {isa} | 1,4,2,1,128,64 | 19 | float16, p float32 | gaussian warm |" in table

@@ -192,7 +192,7 @@ def test_dense_attention_is_what_the_oracle_computes():
     inputs = operations.prepare(case, torch.device("cpu"))
     (plugin,) = peers.of(case, "cpu", None)
     peer, error = plugin.peer(case, inputs).checked(lambda got: check.relative_error(case, inputs, got))
-    assert set(peer.forms) == {"gqa", "folded"} and 0 < error < 2e-3
+    assert set(peer.forms) == {"fp16 gqa", "fp16 folded"} and 0 < error < 2e-3
     assert check.relative_error(case, inputs, operations.call(case, inputs)) < 2e-3
 
 
@@ -224,7 +224,7 @@ def test_a_peer_that_is_not_installed_says_so(monkeypatch):
 def test_a_plugin_from_elsewhere(tmp_path, monkeypatch):
     (tmp_path / "my_peers.py").write_text(
         "from profiling.peers import products\nfrom profiling.peers.base import Plugin\n"
-        "PLUGINS = [Plugin('mine', ('qk',), ('cpu',), products._torch_bf16)]\n"
+        "PLUGINS = [Plugin('mine', ('qk',), ('cpu',), products._torch)]\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(peers, "_plugins", dict(peers._plugins))
@@ -253,7 +253,7 @@ def test_a_plugin_from_elsewhere(tmp_path, monkeypatch):
         == 0
     )
     (row,) = read(out / "sweep.json")
-    assert row.peer == "torch bf16"  # the name that the built peer has
+    assert row.peer == "torch"  # the name that the built peer has
 
 
 def test_graphs_need_a_gpu(tmp_path, capsys):
