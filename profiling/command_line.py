@@ -56,12 +56,24 @@ def default_device() -> str:
 
 def check_backend(parser: argparse.ArgumentParser, name: str, target: torch.device) -> None:
     """Ends the command unless a backend, by --backend, serves tensors on the device."""
-    from cute_kernels._runtime import backends  # of the checkout, not of another build that is compared with it
+    from cute_kernels._runtime import backends
 
     try:
         backends.resolve(backends.check_name(name), target)
     except (ValueError, RuntimeError) as error:
         parser.error(f"argument --backend: {error}")
+    if target.type == "cpu":
+        check_isa(parser)
+
+
+def check_isa(parser: argparse.ArgumentParser) -> None:
+    """Ends the command if CUTE_KERNELS_CPU_ISA names what this CPU does not have."""
+    from cute_kernels._runtime.extension import _C
+
+    try:
+        _C.cpu.isa()
+    except RuntimeError as error:
+        parser.error(str(error))
 
 
 def check_sizes(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:

@@ -165,10 +165,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"python -m profiling.generate: {error}", file=sys.stderr)
         return EXIT_MISSING
     transformers.logging.set_verbosity_error()
-    env = environment(args.device)
-    folder = args.out or folders.of_device(env.slug, args.commit_results)
     sides = _sides(args)
     try:  # what would fail between the measurements fails now
+        env = environment(args.device)
+        folder = args.out or folders.of_device(env.slug, args.commit_results)
         command_line.folder_for(folder)
         _check_kept(args, models.head_dim(models.config_of(args.model, args.random_config)))
         model = models.load(args.model, args.random_config, getattr(torch, args.dtype), args.device, args.seed)

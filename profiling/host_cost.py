@@ -156,6 +156,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     command_line.check_sizes(parser, options)
     if not options.no_launch and not torch.cuda.is_available():
         parser.error("no CUDA device: --no-launch measures without one")
+    if not torch.cuda.is_available():
+        command_line.check_isa(parser)
     return options
 
 

@@ -75,7 +75,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"python -m profiling.report: error: {error}", file=sys.stderr)
         return 2
     if not count:
-        print("python -m profiling.report: error: no rows; python -m profiling.sweep measures them", file=sys.stderr)
+        where = ", ".join(map(str, found))
+        print(
+            f"python -m profiling.report: error: no rows in {where}; python -m profiling.sweep measures them",
+            file=sys.stderr,
+        )
         return 2
     print(*problems, sep="\n", end="\n" if problems else "", file=sys.stderr)
     return 1 if problems else 0

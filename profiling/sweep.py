@@ -35,16 +35,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         earlier = rows.read(args.resume) if args.resume and args.resume.exists() else []
         old = rows.read(args.compare) if args.compare else []
         if not args.list:  # what would fail after the measurements fails now
-            if args.ncu:
-                collect.check([case.backend for case in chosen], args.ncu_path)
+            if args.ncu and chosen:
+                collect.check(chosen, _counting(args))
             for folder in filter(None, (args.out, args.resume and args.resume.parent)):
                 folder_for(folder)
-    except (ValueError, collect.CountersError) as error:
+    except collect.CountersError as error:
+        print(f"python -m profiling.sweep: error: --ncu: {error}", file=sys.stderr)
+        return EXIT_NOTHING
+    except ValueError as error:
         print(f"python -m profiling.sweep: error: {error}", file=sys.stderr)
         return EXIT_NOTHING
-    if args.list:
+    if args.list and chosen:
         print(*(case.command for case in chosen), sep="\n")
-        return EXIT_OK if chosen else EXIT_NOTHING
+        return EXIT_OK
     for line in selection.left_out(args, backends):
         print(line, flush=True)
     if not chosen:
@@ -84,14 +87,17 @@ def measure(run: Run, chosen: Sequence[Case], args: argparse.Namespace) -> int:
 
 def add_counters(run: Run, chosen: Sequence[Case], args: argparse.Namespace) -> bool:
     """Joins hardware counters to the rows, or says why there are none. Returns whether there are."""
-    how = collect.Options(args.ncu_path, args.clock_control, args.ncu_report, tuple(args.plugin))
     try:
-        run.join(collect.collect(run.forms(chosen), how))
+        run.join(collect.collect(run.forms(chosen), _counting(args)))
     except collect.CountersError as error:
         print(f"no counters: {error}", file=sys.stderr, flush=True)
         return False
     print(tables.limits(run.rows), flush=True)
     return True
+
+
+def _counting(args: argparse.Namespace) -> collect.Options:
+    return collect.Options(args.ncu_path, args.clock_control, args.ncu_report, tuple(args.plugin))
 
 
 def _target(run: Run, args: argparse.Namespace, complete: bool = False) -> tuple[Path, str]:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,12 +21,13 @@ from typing import Any
 import torch
 
 from profiling import ROOT
-from profiling.cases import Case
+from profiling.cases import Case, Load, Shape
 from profiling.counters import child
 from profiling.counters.fields import METRIC_NAMES, Counters
 from profiling.counters.join import counters_of, kernels_by_case
 
 WITHOUT_KERNELS = ("cpu", "reference")  # backends
+PROBE = {Case("dense_qk", "cublas", Load(Shape(1, 8, 8, 1, 256, 64), 64)): "matmul"}  # needs no kernels of this build
 PERMISSION = "ERR_NVGPUCTRPERM"
 
 
@@ -44,17 +45,17 @@ class Options:
     plugins: tuple[str, ...] = ()  # modules of peers
 
 
-def check(backends: Iterable[str], ncu: Path | None = None) -> None:
-    """What can be known before anything is measured: that there are a GPU, kernels on it, ncu and its module.
+def check(cases: Iterable[Case], options: Options) -> None:
+    """Looks for all that counters need before anything is measured: a small product of cuBLAS is counted.
 
     Raises:
-        CountersError: one is missing.
+        CountersError: as `collect`, or no case runs a GPU kernel.
     """
     if not torch.cuda.is_available():
-        raise CountersError("--ncu: no CUDA device")
-    if all(backend in WITHOUT_KERNELS for backend in backends):
-        raise CountersError("--ncu: no case runs a GPU kernel")
-    find_module(find_ncu(ncu))
+        raise CountersError("no CUDA device")
+    if all(case.backend in WITHOUT_KERNELS for case in cases):
+        raise CountersError("no case runs a GPU kernel")
+    collect(PROBE, replace(options, report=None))
 
 
 def collect(forms: Mapping[Case, str], options: Options) -> dict[Case, Counters]:

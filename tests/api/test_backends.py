@@ -161,3 +161,16 @@ def test_launches_on_the_tensors_device_and_its_stream(monkeypatch, current):
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 100 + index, raising=False)
     assert launch(lambda *arguments: seen.append(arguments) or "result", device, "a", 2) == "result"
     assert seen == ([("a", 2, 101)] if current == 1 else [device, ("a", 2, 101), "back"])
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: ck.KVCache(max_batch=1, kv_heads=1, head_dim=64, capacity=64, device="cuda"),
+        lambda: ck.SparseKV.preallocate((1, 1, 64, 64), torch.float16, role="key", device="cuda"),
+    ],
+)
+def test_without_a_gpu_errors_name_the_other_device(call, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RuntimeError, match="no CUDA device; pass device='cpu'"):
+        call()

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import profiling
+from cute_kernels._runtime.extension import _C
 from profiling import command_line
 
 FOLDER = profiling.ROOT / "profiling"
@@ -153,6 +154,24 @@ def test_devices_are_those_that_are_there():
     assert command_line.device("cuda:0") == torch.device("cuda", 0)
     with pytest.raises(command_line.argparse.ArgumentTypeError, match="CUDA devices, counted from 0"):
         command_line.device(f"cuda:{torch.cuda.device_count()}")
+
+
+@NO_GPU
+@pytest.mark.parametrize(
+    "command, arguments",
+    [("soak", []), ("ragged", CPU), ("generate", [*CPU, "--quick"]), ("host_cost", ["--no-launch"])],
+)
+def test_an_instruction_set_that_is_wrong(command, arguments, monkeypatch):
+    """As CUTE_KERNELS_CPU_ISA=avx10k does, which a process looks at once."""
+    if command == "generate":
+        pytest.importorskip("transformers", reason="needs the extra transformers")
+
+    def unknown():
+        raise RuntimeError("CUTE_KERNELS_CPU_ISA=avx10k is unknown")
+
+    monkeypatch.setattr(_C.cpu, "isa", unknown)
+    status, _, err = ended(f"profiling.{command}", *arguments)
+    assert status == 2 and "CUTE_KERNELS_CPU_ISA=avx10k is unknown" in err.splitlines()[-1]
 
 
 def test_soak_does_what_it_counts():

@@ -210,10 +210,20 @@ def test_what_counters_need_is_looked_for_before_anything_is_measured(tmp_path, 
     assert "error: --ncu: no CUDA device" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    properties = types.SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(collect, "find_module", lambda path: None)
+    cpu = dataclasses.replace(CASE, backend="cpu")
     with pytest.raises(collect.CountersError, match="no case runs a GPU kernel"):
-        collect.check(["cpu", "reference"])
+        collect.check([cpu], collect.Options())
     with pytest.raises(collect.CountersError, match="there is no"):
-        collect.check(["sm90", "cpu"], tmp_path / "ncu")
+        collect.check([CASE, cpu], collect.Options(tmp_path / "ncu"))
+    forbids = "print('==ERROR== ERR_NVGPUCTRPERM - no', file=open(value('--log-file'), 'w'))"
+    options = collect.Options(fake_ncu(tmp_path, forbids), report=tmp_path / "mine.ncu-rep")
+    with pytest.raises(collect.CountersError, match="may not read GPU performance"):
+        collect.check([CASE, cpu], options)
 
 
 def test_rows_without_counters_that_were_asked_for_are_a_failure(tmp_path, capsys, monkeypatch):

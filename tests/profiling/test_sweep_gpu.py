@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 import statistics
 
 import pytest
 
 import cute_kernels as ck
 from profiling import cases, peers, rows, selection, sweep
+from profiling.counters import collect
 
 pytestmark = pytest.mark.gpu
 
@@ -71,12 +71,12 @@ def test_dense_rows(tmp_path):
 
 
 def test_counters(tmp_path, backends, capsys):
-    if not shutil.which("ncu"):
-        pytest.skip("no ncu")
+    try:
+        collect.check(list(collect.PROBE), collect.Options())
+    except collect.CountersError as reason:
+        pytest.skip(str(reason))
     found = measured(tmp_path, "--grid", "op=sparse_av,dense_av", "T=16384", "keep=38", "--ncu")
     said = capsys.readouterr()
-    if "no counters" in said.err:
-        pytest.skip(said.err.strip().splitlines()[-1])
     for row in found:
         assert row.ncu_verdict in said.out and row.ncu_kernels >= 1
         assert 0 < row.ncu_dram_pct <= 100 and 0 < row.ncu_issue_pct <= 100 and row.ncu_registers > 0

@@ -62,6 +62,7 @@ class Evaluation:
             self.suites += benchmarks.ruler(args.ruler, args.limit)
         self.settings = grid(args.rules, args.parts, args.sparsity, window=args.window, granularity=args.granularity)
         models.check(self.settings, args.cache)
+        models.check_dtype(args.model, args.dtype, args.cache)
         self.store = results.Store(args.out, _identity(args))
         self.tokenizer = models.load_tokenizer(args.model)
         self.segments, self.questions = self._segments_and_questions()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from cute_kernels import rules
+from cute_kernels._runtime import checks
 from cute_kernels._runtime.extension import _C
 from cute_kernels.eval.settings import Setting, kept_elements
 
@@ -71,6 +72,19 @@ def check(settings: Sequence[Setting], cache: str) -> None:
                 f"--cache sparse prunes {TILE_TOKENS} tokens at a time: pass --granularity {TILE_TOKENS} or none, got "
                 f"{setting.granularity}"
             )
+
+
+def check_dtype(folder: Path, dtype: str, cache: str) -> None:
+    """Raises ValueError if a cache does not store what the model will compute in. dtype: "auto" or torch's name."""
+    from transformers import AutoConfig
+
+    stored = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config().dtype
+    computed = getattr(torch, dtype) if dtype != "auto" else stored
+    if cache == "sparse" and computed is not None and computed not in checks.CACHE_DTYPES:
+        raise ValueError(
+            "--cache sparse stores float16 or bfloat16, the model computes in "
+            f"{checks.dtype_name(computed)}: pass --dtype float16 or --dtype bfloat16"
+        )
 
 
 def prepare(model: Any, settings: list[Setting], cache: str) -> None:
