@@ -138,7 +138,7 @@ def test_reserved_pages_are_there(rng):
         ),
         ({"pool_tokens": 2**40}, ValueError, "at most 47721858 tiles .* ask for 34359738368: lower pool_tokens"),
         ({"capacity": 2**31}, ValueError, "capacity must be at most 2147483519, got 2147483648"),
-        ({"window": 2**63}, ValueError, "window must be less than 2.*63, got 9223372036854775808"),
+        ({"window": 2**63}, ValueError, "window must be from .* to 9223372036854775807"),
         (
             {"max_batch": 2**20, "kv_heads": 20, "head_dim": 256, "capacity": 2**31 - 200, "window": 2**63 - 1},
             ValueError,

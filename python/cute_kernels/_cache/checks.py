@@ -28,8 +28,6 @@ def at_least(value: Any, name: str, least: int) -> int:
     number: int = checks.integer(value, name)
     if number < least:
         raise ValueError(f"{name} must be at least {least}, got {number}")
-    if number >= 2**63:
-        raise ValueError(f"{name} must be less than 2**63, got {number}")
     return number
 
 
