@@ -7,6 +7,8 @@ VENV = .venv
 PYTHON ?= python3
 SWEEP_ARGS ?=
 TEST_ARGS ?=
+FUZZ_ARGS ?=
+MINUTES ?= 30
 
 ifeq ($(strip $(VENV)),)
   PY = $(PYTHON)
@@ -25,11 +27,13 @@ REQUIREMENTS = third_party/requirements.txt third_party/headers.txt third_party/
 # python/ comes first: what is measured and tested is this checkout's package, whatever else is installed.
 export PYTHONPATH := $(CURDIR)/python:$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: help build test sweep lint format stubs clean
+.PHONY: help build test fuzz fuzz-sanitize sweep lint format stubs clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make test    build in place and run the tests (TEST_ARGS: more arguments for pytest)"
+	@echo "make fuzz    build in place and run random cases for MINUTES=$(MINUTES) (FUZZ_ARGS: more arguments, such as --help)"
+	@echo "make fuzz-sanitize  the same on the CPU, built into build/sanitize with g++'s address and undefined sanitizers"
 	@echo "make sweep   build in place and measure against the peers (SWEEP_ARGS: its arguments, such as --help)"
 	@echo "make build   build the extension in place"
 	@echo "make lint    check formatting, style and types, as CI does; needs no build"
@@ -43,6 +47,18 @@ build: $(ENVIRONMENT)
 
 test: build
 	$(PY) -m pytest tests $(TEST_ARGS)
+
+fuzz: build
+	$(PY) -m tests.fuzz --minutes $(MINUTES) $(FUZZ_ARGS)
+
+# The interpreter is not instrumented, so what the module needs is loaded first. Allocations beyond a gigabyte fail as
+# they do without memory; leaks are those of the interpreter, which frees little when it ends.
+fuzz-sanitize: $(ENVIRONMENT)
+	CUTE_KERNELS_CUDA=0 CUTE_KERNELS_SANITIZE=address,undefined $(PY) setup.py --quiet build --build-lib build/sanitize
+	PYTHONPATH=$(CURDIR)/build/sanitize:$(CURDIR) UBSAN_OPTIONS=print_stacktrace=1 \
+	  ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1:max_allocation_size_mb=1024 \
+	  LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so.6)" \
+	  $(PY) -m tests.fuzz --device cpu --minutes $(MINUTES) $(FUZZ_ARGS)
 
 sweep: build
 	$(PY) -m profiling.sweep $(SWEEP_ARGS)

@@ -5,6 +5,8 @@ Metadata lies in pyproject.toml. Environment variables:
     CUTE_KERNELS_CUDA       0 builds the CPU backend only, 1 makes a missing nvcc an error
     TORCH_CUDA_ARCH_LIST    architectures, see cute_kernels/common/architectures.def
     CUTLASS_PATH            a CUTLASS checkout of the pinned version, in place of the nvidia-cutlass wheel
+    CUTE_KERNELS_SANITIZE   sanitizers of g++ to compile the CPU backend with, such as address,undefined; needs
+                            CUTE_KERNELS_CUDA=0
     MAX_JOBS                compilations at a time (default: ninja's own choice)
     CXX, CXXFLAGS, LDFLAGS  as usual
 """
@@ -19,7 +21,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -46,6 +48,8 @@ NVCC_FLAGS = [
     "-lineinfo",
     "-Xptxas=--warn-on-spills",
 ]
+# They follow what they replace. What a sanitizer finds ends the process; bounds of std::vector are checked too.
+SANITIZE_FLAGS = ["-O1", "-g", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all", "-D_GLIBCXX_ASSERTIONS"]
 LINK_FLAGS = ["-shared", "-pthread", "-Wl,--exclude-libs,ALL"]
 # The static runtime opens the driver only when it is first used, so the module can be imported without one.
 CUDA_LIBRARIES = ["-lcudart_static", "-ldl", "-lrt", "-lpthread"]
@@ -108,6 +112,17 @@ def defines(toolkit: Toolkit | None, archs: list[Arch]) -> list[str]:
     ]
 
 
+def sanitizers(environ: Mapping[str, str]) -> str:
+    """What CUTE_KERNELS_SANITIZE names, as -fsanitize= takes it; empty: nothing."""
+    names = environ.get("CUTE_KERNELS_SANITIZE", "")
+    if names and environ.get("CUTE_KERNELS_CUDA") != "0":
+        raise BuildError(
+            f"CUTE_KERNELS_SANITIZE={names} compiles the CPU backend alone: set CUTE_KERNELS_CUDA=0 too. "
+            "For GPU kernels there is compute-sanitizer, which needs no build of its own"
+        )
+    return names
+
+
 def python_include() -> Path:
     include = Path(sysconfig.get_path("include"))
     if not (include / "Python.h").is_file():
@@ -136,7 +151,8 @@ class NinjaBuildExt(build_ext):
         if not sys.platform.startswith("linux"):
             raise BuildError(f"cute_kernels builds on Linux only, not on {sys.platform}")
         ninja = find_ninja()
-        folder = Path("build", f"{sysconfig.get_platform()}-{sys.implementation.cache_tag}")
+        ending = "-sanitize" if sanitizers(os.environ) else ""
+        folder = Path("build", f"{sysconfig.get_platform()}-{sys.implementation.cache_tag}{ending}")
         module = folder / "_C.so"
         build_file = folder / "build.ninja"
         (ROOT / folder).mkdir(parents=True, exist_ok=True)
@@ -165,6 +181,7 @@ class NinjaBuildExt(build_ext):
         if shutil.which(cxx[0]) is None:
             raise BuildError(f"the C++ compiler {cxx[0]} was not found; install g++ or set CXX")
         user_flags = shlex.split(os.environ.get("CXXFLAGS", ""))
+        sanitize = [f"-fsanitize={sanitizers(os.environ)}"] if sanitizers(os.environ) else []
         library_dirs = [f"-L{path}" for path in toolkit.library_dirs] if toolkit else []
 
         lines = [
@@ -198,7 +215,8 @@ class NinjaBuildExt(build_ext):
             if source.suffix == ".cu":
                 rule, flags = "nvcc", [*NVCC_FLAGS, *gencode_flags(source, archs)]
             else:
-                rule, flags = "cxx", [*CXX_FLAGS, *isa_flags(source), *user_flags]
+                rule, flags = "cxx", [*CXX_FLAGS, *isa_flags(source)]
+                flags += [*(SANITIZE_FLAGS if sanitize else []), *sanitize, *user_flags]
             for name, macros in compilations(ROOT, source):
                 objects.append(folder / name)
                 lines += [
@@ -209,6 +227,7 @@ class NinjaBuildExt(build_ext):
             *LINK_FLAGS,
             *library_dirs,
             *(CUDA_LIBRARIES if toolkit else []),
+            *sanitize,
             *shlex.split(os.environ.get("LDFLAGS", "")),
         ]
         lines += [

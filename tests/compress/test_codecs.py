@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 
 import pytest
 import torch
@@ -14,20 +13,11 @@ from cute_kernels._runtime.extension import codecs_of
 from cute_kernels._storage.tile_reader import decompress as decompress_reference
 from cute_kernels.sparse_kv import storage_of
 from tests.support import oracle
+from tests.support.oracle import e4m3
 
 ROLES = ("key", "value")
 ON_THE_CPU = ("reference", "cpu")
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
-
-
-def e4m3(x: torch.Tensor) -> torch.Tensor:
-    """The nearest value of OCP FP8 E4M3, in float64: ties to even, saturating, NaN to NaN; -0.0 becomes +0.0."""
-    exact = x.double()
-    exponent = torch.frexp(exact).exponent.clamp(min=-5) - 1  # of normal numbers; the least is -6
-    unit = torch.ldexp(torch.ones_like(exact), exponent - 3)  # three bits of mantissa
-    rounded = ((exact / unit).round() * unit).clamp(-448, 448)  # torch rounds ties to even
-    rounded = torch.where(exact.isinf(), exact.sign() * 448, rounded)
-    return torch.where(exact.isnan(), math.nan, rounded + 0.0)
 
 
 def every_value(dtype: torch.dtype) -> torch.Tensor:

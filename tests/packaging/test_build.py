@@ -269,6 +269,24 @@ def test_build_files_name_no_path_of_a_machine():
         assert found <= allowed, f"{file.name}: {found - allowed}"
 
 
+@pytest.mark.parametrize("names", ["address", "address,undefined"])
+def test_sanitizers_compile_and_link_the_cpu_backend_apart(setup_py, monkeypatch, names):
+    for variable, value in (("CUTE_KERNELS_CUDA", "0"), ("CUTE_KERNELS_SANITIZE", names)):
+        monkeypatch.setenv(variable, value)
+    assert setup_py.sanitizers(os.environ) == names
+    text = setup_py.NinjaBuildExt(setuptools.Distribution()).build_statements(Path("build"), Path("build/_C.so"))
+    flags = re.findall(r"^build (.*): .*\n  flags = (.*)$", text, re.MULTILINE)
+    assert len(flags) > 10 and all(f"-fsanitize={names}" in words for _, words in flags)
+    assert all(("-O1" in words) == (output != "build/_C.so") for output, words in flags)
+    monkeypatch.delenv("CUTE_KERNELS_SANITIZE")
+    assert setup_py.sanitizers(os.environ) == ""
+
+
+def test_sanitizers_are_not_for_gpu_kernels(setup_py):
+    with pytest.raises(BuildError, match="CUTE_KERNELS_CUDA=0"):
+        setup_py.sanitizers({"CUTE_KERNELS_SANITIZE": "address"})
+
+
 # ---- Makefile --------------------------------------------------------------------------------------------------------
 
 
@@ -285,13 +303,22 @@ def make(*arguments: str) -> str:
 def test_make_help():
     said = make()
     assert said == make("help")
-    for target in ("test", "sweep", "build", "lint", "format", "stubs", "clean"):
+    for target in ("test", "fuzz", "fuzz-sanitize", "sweep", "build", "lint", "format", "stubs", "clean"):
         assert re.search(rf"^make {target}\b", said, re.MULTILINE)
 
 
-@pytest.mark.parametrize("target, module", [("test", "-m pytest tests"), ("sweep", "-m profiling.sweep --help")])
+@pytest.mark.parametrize(
+    "target, module",
+    [
+        ("test", "-m pytest tests"),
+        ("sweep", "-m profiling.sweep --help"),
+        ("fuzz", "-m tests.fuzz --minutes 3 --seed 1"),
+        ("fuzz-sanitize", "-m tests.fuzz --device cpu --minutes 3 --seed 1"),
+    ],
+)
 def test_make_without_environment_installs_nothing(target, module):
-    commands = make("--dry-run", target, "VENV=", "PYTHON=some-python", "SWEEP_ARGS=--help")
+    arguments = "SWEEP_ARGS=--help", "MINUTES=3", "FUZZ_ARGS=--seed 1"
+    commands = make("--dry-run", target, "VENV=", "PYTHON=some-python", *arguments)
     assert f"some-python {module}" in commands
     assert "some-python setup.py" in commands
     assert "pip" not in commands and "venv" not in commands

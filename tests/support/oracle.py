@@ -58,6 +58,16 @@ def prune(x: torch.Tensor, keep: int | None) -> torch.Tensor:
     return torch.from_numpy(np.where(kept, bits(x).numpy(), np.int16(0))).view(x.dtype).view(x.shape)
 
 
+def e4m3(x: torch.Tensor) -> torch.Tensor:
+    """The nearest value of OCP FP8 E4M3, in float64: ties to even, saturating, NaN to NaN; -0.0 becomes +0.0."""
+    exact = x.double()
+    exponent = torch.frexp(exact).exponent.clamp(min=-5) - 1  # of normal numbers; the least is -6
+    unit = torch.ldexp(torch.ones_like(exact), exponent - 3)  # three bits of mantissa
+    rounded = ((exact / unit).round() * unit).clamp(-448, 448)  # torch rounds ties to even
+    rounded = torch.where(exact.isinf(), exact.sign() * 448, rounded)
+    return torch.where(exact.isnan(), float("nan"), rounded + 0.0)
+
+
 def nonzeros(x: torch.Tensor) -> int:
     return int((magnitude_keys(x) > 0).sum())
 
@@ -104,7 +114,7 @@ def decode(state: dict) -> torch.Tensor:
                     value = int(values[taken[e % 2], lane]) >> (16 * (e % 2)) & 0xFFFF
                     taken[e % 2] += 1
                     token, channel = positions[lane][e]
-                    dense[b, h, TILE * tile + token_order[b, h, tile, token], channel_order[b, h, channel]] = value
+                    dense[b, h, TILE * tile + int(token_order[b, h, tile, token]), channel_order[b, h, channel]] = value
     outside = dense.copy()
     outside[:, :, :tokens, :head_dim] = 0
     assert not outside.any(), "something is stored outside the cache"
@@ -117,7 +127,7 @@ def decode(state: dict) -> torch.Tensor:
 
 def for_query_heads(dense: torch.Tensor, q_heads: int) -> torch.Tensor:
     """(B, Hkv, N, D) -> (B, Hq, N, D) float64."""
-    return dense.cpu().double().repeat_interleave(q_heads // dense.shape[1], dim=1)
+    return dense.cpu().double().repeat_interleave(q_heads // max(1, dense.shape[1]), dim=1)
 
 
 def qk(q: torch.Tensor, keys: torch.Tensor, scale: float = 1.0) -> torch.Tensor:

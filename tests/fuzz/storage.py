@@ -1,0 +1,97 @@
+"""Storage that was corrupted: refused with a reason, or valid, and then every operation reads the same from it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import cute_kernels as ck
+from cute_kernels._storage.tile_reader import decompress as decompress_in_torch
+from cute_kernels.sparse_kv import storage_of
+from tests.fuzz import inputs, limits, mutations
+from tests.fuzz.case import Case
+from tests.fuzz.compare import TOLERANCE, close, same_bits, same_values
+from tests.fuzz.compression import TENSORS, codec
+from tests.support import oracle
+
+_MEBIBYTES = 512  # that a check may take; the caches are of kilobytes
+_ELEMENTS = 200_000  # of what is multiplied with
+
+
+def run(case: Case) -> None:
+    state = _state(case)
+    later = case.choose("mutated", ["before from_state_dict", "before from_state_dict", "after it"]) == "after it"
+    kv = ck.SparseKV.from_state_dict(state) if later else None
+    if later:
+        state = kv.state_dict()
+    for i in range(case.rng.choice([1, 1, 1, 2, 3])):
+        case.note(f"mutation {i}", (mutations.of_values if later else mutations.of_state)(case, state))
+    kv = _accepted(case, state, kv)
+    case.note("accepted", kv is not None)
+    if kv is not None:
+        _operations(case, kv)
+
+
+def _state(case: Case) -> dict[str, Any]:
+    shape = inputs.cache_shape(case, 12_000)
+    dtype = case.choose("dtype", inputs.DTYPES)
+    x = inputs.values(case, shape, dtype, finite=True)
+    options = {"role": case.choose("role", ["key", "value"]), "codec": codec(case), **inputs.amount(case, shape[3])}
+    state = ck.compress(x.to(case.device), **options).state_dict()
+    if case.often(0.1) and state["metadata"]["codec"] != "e4m3":  # as version 3 wrote it
+        state["metadata"] = {
+            **{name: value for name, value in state["metadata"].items() if name not in ("codec", "tile_format")},
+            "version": 3,
+        }
+    return {name: x.clone() if isinstance(x, torch.Tensor) else dict(x) for name, x in state.items()}
+
+
+def _accepted(case: Case, state: Any, kv: ck.SparseKV | None) -> ck.SparseKV | None:
+    """The cache, or None if it was refused as it should be."""
+    with limits.memory(_MEBIBYTES):
+        try:
+            if kv is None:
+                return ck.SparseKV.from_state_dict(state)
+            kv.validate()
+            return kv
+        except (ValueError, TypeError) as error:
+            case.require(len(str(error)) > 10, f"refused without a reason: {error!r}")
+            return None
+
+
+def _operations(case: Case, kv: ck.SparseKV) -> None:
+    batch, kv_heads, tokens, head_dim = kv.shape
+    if max(kv.shape.numel(), 2 * batch * kv_heads * max(tokens, head_dim)) > _ELEMENTS:
+        case.require(not kv.shape.numel(), f"{kv!r} was made of a small cache")
+        return  # nothing is stored, but the other operand would be large
+    kv.validate()
+    dense = ck.decompress(kv)
+    same_bits(case, decompress_in_torch(storage_of(kv, "kv")), dense.cpu(), "decompress in torch")
+    case.require(kv.nnz == oracle.nonzeros(dense), f"nnz is {kv.nnz}, not {oracle.nonzeros(dense)}")
+    if kv.codec != "e4m3" and dense.numel() < 5000:
+        same_values(case, oracle.decode(kv.state_dict()), dense.cpu(), "the format's own reader")
+    dense = dense.cpu()
+    with case.backend() as name:
+        if kv.role == "key":
+            q = torch.randn(batch, 2 * kv_heads, 2, head_dim).to(kv.dtype)
+            got = ck.sparse_qk(q.to(kv.device), kv, backend=name)
+            want, terms = oracle.qk(q, dense), oracle.qk(q.abs(), dense.abs())
+        else:
+            p = torch.rand(batch, 2 * kv_heads, 2, tokens)
+            got = ck.sparse_av(p.to(kv.device), kv, backend=name)
+            want, terms = oracle.av(p, dense), oracle.av(p, dense.abs())
+        other = ck.compress(dense.to(kv.device), role="value" if kv.role == "key" else "key")
+        pair = (kv, other) if kv.role == "key" else (other, kv)
+        q = torch.randn(batch, kv_heads, 1, head_dim).to(kv.dtype)
+        ck.sparse_attention(q.to(kv.device), *pair, backend=name)  # in bounds; `attention` compares its results
+    finite = want.isfinite() & terms.isfinite() & (terms < 1e37)
+    close(
+        case,
+        got.masked_fill(~finite.to(got.device), 0),
+        want.masked_fill(~finite, 0),
+        terms.masked_fill(~finite, 0),
+        TOLERANCE[torch.float32 if kv.role == "key" else kv.dtype],
+        "product",
+    )
+    case.require(set(kv.state_dict()) == {*TENSORS, "metadata"}, "state_dict")
