@@ -96,7 +96,7 @@ def read_layer(layer: Sequence[Any]) -> tuple[SparseKV, SparseKV, tuple[Tensor, 
         )
     keys, key_window, values, value_window, compressed, _ = layer
     for window, name in ((key_window, "key window"), (value_window, "value window")):
-        checks.tensor(window, name)
+        checks.dense_cache(window, name)
         if window.dim() != 4 or window.shape != key_window.shape:
             raise ValueError(f"{name} must have shape (B, Hkv, W, D), alike for both, got {tuple(window.shape)}")
     batch, kv_heads, _, head_dim = key_window.shape

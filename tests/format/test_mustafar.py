@@ -190,5 +190,9 @@ def test_layers_of_another_form_are_refused(rng):
         mustafar.read_layer((None, window, None, window, -1, 40))
     with pytest.raises(ValueError, match="value window"):
         mustafar.read_layer((None, window, None, window[:, :, 1:], 0, 40))
+    with pytest.raises(TypeError, match="value window must be float16 or bfloat16"):
+        mustafar.read_layer((None, window, None, window.float(), 0, 40))
+    with pytest.raises(ValueError, match="key window must be on a cpu or cuda device"):
+        mustafar.read_layer((None, window.to("meta"), None, window.to("meta"), 0, 40))
     with pytest.raises(TypeError, match="compressed keys must be"):
         mustafar.read_layer(((window,), window, None, window, 64, 104))
