@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cute_kernels as ck
 from tests.fuzz.case import Case
@@ -119,6 +120,7 @@ TENSORS: tuple[Callable[[Tensor], Any], ...] = (
     lambda x: torch.quantize_per_tensor(x.float(), 0.1, 0, torch.qint8),
     lambda x: torch.nested.nested_tensor([x, x]),
     lambda x: torch.empty(0, 0, 0, 0, dtype=x.dtype),
+    lambda x: FakeTensorMode(allow_non_fake_inputs=True).from_tensor(x),
 )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 
-from tests.fuzz import arguments, attention, cache, compression, mustafar, products, storage
+from tests.fuzz import arguments, attention, cache, compression, merging, mustafar, products, storage
 from tests.fuzz.case import Case
 
 Target = Callable[[Case], None]
@@ -14,6 +14,7 @@ TARGETS: dict[str, Target] = {
     "compression": compression.run,
     "products": products.run,
     "attention": attention.run,
+    "merging": merging.run,
     "cache": cache.run,
     "storage": storage.run,
     "arguments": arguments.run,

@@ -13,6 +13,7 @@ CASES = {
     "compression": 200,
     "products": 400,
     "attention": 150,
+    "merging": 400,
     "cache": 80,
     "storage": 1200,
     "arguments": 500,
