@@ -8,6 +8,10 @@ import zlib
 
 import hypothesis
 import pytest
+
+# Before torch starts OpenMP, whose threads otherwise spin after every operation, on the cores that the next call needs.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import torch
 
 SEED_VARIABLE = "CUTE_KERNELS_TEST_SEED"
