@@ -31,7 +31,8 @@ def test_a_cache_that_still_holds_tokens():
     with pytest.raises(ValueError, match=held + r".*; generate\(use_cache=False\) takes none"):
         run(served, cache, mask=torch.ones(1, 5))
     more = torch.cat([first, prompt(3)["input_ids"]], dim=1)
-    assert served.generate(more, past_key_values=cache, **options).shape == (1, 9 + 4 + 3 + 4)
+    every = {"input_ids": more, "attention_mask": torch.ones_like(more)}
+    assert served.generate(**every, past_key_values=cache, **options).shape == (1, 9 + 4 + 3 + 4)
     run(served, cache, tokens=2)
     assert cache.get_seq_length() == 9 + 4 + 3 + 3 + 2
     cache.reset()
