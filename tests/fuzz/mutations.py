@@ -86,7 +86,9 @@ def of_values(case: Case, state: dict[str, Any]) -> str:
 
 
 def tensors_of(state: dict[str, Any]) -> dict[str, Tensor]:
-    return {name: x for name, x in state.items() if is_plain(x) and x.is_contiguous()}
+    return {
+        name: x for name, x in state.items() if is_plain(x) and x.is_contiguous() and (not x.dim() or x.stride(-1) == 1)
+    }
 
 
 def is_plain(x: Any) -> bool:
