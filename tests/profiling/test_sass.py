@@ -302,12 +302,14 @@ def test_alike_names_must_be_alike():
         manifest.table([twin, kernel("combine_partials<>", "        /*0000*/  EXIT ;\n", registers=7)])
 
 
-def test_check_says_what_moved(monkeypatch, capsys):
+def test_check_says_what_moved(tmp_path, monkeypatch, capsys):
     now = kernel("combine_partials<>", "        /*0000*/  EXIT ;\n", registers=36)
     monkeypatch.setattr(command, "find_cuobjdump", lambda: Path("cuobjdump"))
     monkeypatch.setattr(command, "read_kernels", lambda library, cuobjdump: [now])
     monkeypatch.setattr(command, "compiler_of", lambda library, cuobjdump: "13.0")
-    check = ["--check", "--library", "some.so"]
+    library = tmp_path / "some.so"
+    library.touch()
+    check = ["--check", "--library", str(library)]
     monkeypatch.setattr(manifest, "load", lambda: ("13.0", {now.key: manifest.numbers(now)}))
     assert command.main(check) == 0 and capsys.readouterr().out == ""
     monkeypatch.setattr(manifest, "load", lambda: ("13.0", {now.key: {**manifest.numbers(now), "registers": 40}}))
