@@ -23,6 +23,7 @@ PYTHON_LAYERS = (
     {"compression", "products", "attention", "merging", "mustafar"},
     {"_cache"},
     {"kv_cache"},
+    {"distributed"},
     {""},  # the package itself: its public names
     {"integrations", "eval"},
 )
