@@ -10,6 +10,7 @@ import torch
 import cute_kernels as ck
 from tests.support import oracle
 
+SIZES = {"max_batch": 3, "kv_heads": 2, "head_dim": 64, "capacity": 512, "keep": 20}
 CASES = pytest.mark.parametrize(
     "device, default",
     [
@@ -73,16 +74,7 @@ def test_caches(device, default, rule, rng):
     q = oracle.gaussian(2, 4, 1, 64).to(device)
 
     def drive() -> list[torch.Tensor]:
-        cache = ck.KVCache(
-            max_batch=3,
-            kv_heads=2,
-            head_dim=64,
-            capacity=512,
-            keep=20,
-            value_rule=rule,
-            device=device,
-            pool_tokens=1536,
-        )
+        cache = ck.KVCache(**SIZES, value_rule=rule, device=device)
         cache.prefill(k, v, lengths=[200, 130])
         cache.append(k[:, :, :70], v[:, :, :70])
         cache.step(q, k[:, :, :1], v[:, :, :1])
