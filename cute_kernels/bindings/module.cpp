@@ -23,7 +23,15 @@ std::string dotted(std::initializer_list<int> numbers) {
   return text;
 }
 
-// What the module was built with: the CUDA architectures ("8.0", "9.0a"), none and an empty version without CUDA.
+#if defined(__clang__)
+constexpr char kCompiler[] = "Clang " __clang_version__;
+#elif defined(__GNUC__)
+constexpr char kCompiler[] = "GCC " __VERSION__;
+#else
+constexpr char kCompiler[] = "";
+#endif
+
+// What the module was built with: the C++ compiler, the CUDA architectures ("8.0", "9.0a"), none and an empty version without CUDA.
 py::dict build_info() {
   py::dict info;
   std::vector<std::string> archs;
@@ -41,6 +49,7 @@ py::dict build_info() {
   info["archs"] = archs;
   info["cutlass"] = dotted({CUTLASS_MAJOR, CUTLASS_MINOR, CUTLASS_PATCH});
   info["cuda_version"] = cuda_version;
+  info["compiler"] = kCompiler;
   return info;
 }
 

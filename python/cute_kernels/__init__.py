@@ -20,16 +20,23 @@ The method, per-token magnitude pruning with a bitmap and packed nonzeros, is th
 
 from __future__ import annotations
 
-from cute_kernels import mustafar, rules
-from cute_kernels._runtime.backends import backends
-from cute_kernels.attention import sparse_attention
-from cute_kernels.compression import compress, compress_kv, decompress, prune
-from cute_kernels.kv_cache import KVCache
-from cute_kernels.merging import merge_states
-from cute_kernels.products import sparse_av, sparse_qk
-from cute_kernels.sparse_kv import SparseKV
+import sys
 
-__version__ = "0.1.0"
+__version__ = "0.1.0"  # the one place: the package's metadata and the name of a wheel are read from here
+
+try:
+    from cute_kernels import mustafar, rules
+    from cute_kernels._runtime.backends import backends
+    from cute_kernels.attention import sparse_attention
+    from cute_kernels.compression import compress, compress_kv, decompress, prune
+    from cute_kernels.kv_cache import KVCache
+    from cute_kernels.merging import merge_states
+    from cute_kernels.products import sparse_av, sparse_qk
+    from cute_kernels.sparse_kv import SparseKV
+except (ImportError, OSError):
+    # Python imports the package before it runs `python -m cute_kernels.info`, which is to say what is missing.
+    if "cute_kernels.info" not in sys.orig_argv:
+        raise
 
 __all__ = [
     "KVCache",

@@ -25,7 +25,7 @@ PYTHON_LAYERS = (
     {"kv_cache"},
     {"distributed"},
     {""},  # the package itself: its public names
-    {"integrations", "eval"},
+    {"integrations", "eval", "info"},
 )
 LIBRARY_LAYERS = (
     {"common"},

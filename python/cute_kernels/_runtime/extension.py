@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from cute_kernels._runtime.loading import why_not
+
 try:
     from cute_kernels import _C
 except ImportError as error:
-    raise ImportError(
-        f"cute_kernels: the extension module cute_kernels._C cannot be imported ({error}). In a checkout, build it "
-        "with the same Python: 'make build' or 'python setup.py build_ext --inplace'. Otherwise reinstall the package."
-    ) from error
+    raise ImportError(why_not(error)) from error
 
 ROLE_CODES: dict[str, int] = _C.format.ROLES
 DTYPE_CODES: dict[torch.dtype, int] = {getattr(torch, name): code for name, code in _C.format.DTYPES.items()}
