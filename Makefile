@@ -2,9 +2,11 @@
 #
 #   VENV    the virtual environment, made when needed; empty: use PYTHON as it is and install nothing
 #   PYTHON  the interpreter (default: python3)
+#   NVCC    1: install nvcc into VENV, for machines without a CUDA toolkit (third_party/nvcc.txt)
 
 VENV = .venv
 PYTHON ?= python3
+NVCC ?=
 SWEEP_ARGS ?=
 TEST_ARGS ?=
 FUZZ_ARGS ?=
@@ -17,7 +19,7 @@ ifeq ($(strip $(VENV)),)
   CLANG_FORMAT = clang-format
 else
   PY = $(VENV)/bin/python
-  ENVIRONMENT = $(VENV)/.cute_kernels_installed
+  ENVIRONMENT = $(VENV)/.cute_kernels_installed $(if $(filter 1,$(NVCC)),$(VENV)/.cute_kernels_nvcc_installed)
   LINT_ENVIRONMENT = $(VENV)/.cute_kernels_lint_installed
   CLANG_FORMAT = $(VENV)/bin/clang-format
 endif
@@ -40,6 +42,7 @@ help:
 	@echo "make format  rewrite the sources as make lint wants them"
 	@echo "make stubs   build in place and rewrite the extension's stub file"
 	@echo "make clean   remove what the build wrote"
+	@echo "NVCC=1       install nvcc into VENV first, on machines without a CUDA toolkit"
 	@echo "VENV=DIR     virtual environment to make and use (default: $(VENV)); 'VENV= PYTHON=python3' installs nothing"
 
 build: $(ENVIRONMENT)
@@ -92,6 +95,10 @@ $(VENV)/.cute_kernels_installed: $(REQUIREMENTS)
 	$(PIP) -r third_party/requirements.txt
 	$(PIP) --no-deps -r third_party/headers.txt
 	$(PY) -m third_party.cuda >/dev/null 2>&1 || $(PIP) --no-deps -r third_party/cuda-headers.txt
+	@touch $@
+
+$(VENV)/.cute_kernels_nvcc_installed: $(VENV)/.cute_kernels_installed third_party/nvcc.txt
+	$(PIP) --no-deps -r third_party/nvcc.txt
 	@touch $@
 
 $(VENV)/.cute_kernels_lint_installed: $(ENVIRONMENT) third_party/lint.txt

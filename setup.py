@@ -1,7 +1,8 @@
 """Builds the extension module cute_kernels._C with ninja: every .cpp file always, the .cu files where there is nvcc.
 
 Metadata lies in pyproject.toml. Environment variables:
-    CUDA_HOME, CUDA_PATH    root of the CUDA toolkit (default: that of nvcc on PATH, then /usr/local/cuda)
+    CUDA_HOME, CUDA_PATH    root of the CUDA toolkit (default: that of nvcc on PATH, then /usr/local/cuda,
+                            then the wheels of third_party/nvcc.txt)
     CUTE_KERNELS_CUDA       0 builds the CPU backend only, 1 makes a missing nvcc an error
     TORCH_CUDA_ARCH_LIST    architectures, see cute_kernels/common/architectures.def
     CUTLASS_PATH            a CUTLASS checkout of the pinned version, in place of the nvidia-cutlass wheel

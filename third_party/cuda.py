@@ -30,7 +30,9 @@ _NAME_OF = {spelling: arch.name for arch in ARCHITECTURES.values() for spelling 
 ACCEPTED_ARCHS = tuple(_NAME_OF)
 
 DEFAULT_ROOT = Path("/usr/local/cuda")
-_NO_NVCC = "cute_kernels: nvcc not found, building the CPU backend only (set CUDA_HOME to the CUDA toolkit's root)"
+NVCC_REQUIREMENTS = "third_party/nvcc.txt"
+_REMEDY = f"set CUDA_HOME to the CUDA toolkit's root, or pip install --no-deps -r {NVCC_REQUIREMENTS}"
+_NO_NVCC = f"cute_kernels: nvcc not found, building the CPU backend only ({_REMEDY})"
 
 
 # ---- Architectures ---------------------------------------------------------------------------------------------------
@@ -108,10 +110,13 @@ class Toolkit:
 
 
 def find_toolkit(environ: Mapping[str, str] | None = None) -> Toolkit | None:
-    """The toolkit of CUDA_HOME or CUDA_PATH, else of the nvcc on PATH, else of `DEFAULT_ROOT`; None if there is none.
+    """The toolkit of CUDA_HOME or CUDA_PATH, of the nvcc on PATH, of `DEFAULT_ROOT`, of the wheels `NVCC_REQUIREMENTS`.
+
+    The first of these that there is; None if there is none.
 
     Raises:
-        BuildError: CUDA_HOME or CUDA_PATH is set but holds no toolkit, or nvcc does not run.
+        BuildError: CUDA_HOME or CUDA_PATH is set but holds no toolkit, nvcc does not run, or some of the wheels are
+            missing.
     """
     environ = os.environ if environ is None else environ
     for variable in ("CUDA_HOME", "CUDA_PATH"):
@@ -132,6 +137,21 @@ def find_toolkit(environ: Mapping[str, str] | None = None) -> Toolkit | None:
             return _toolkit(root, own if own.is_file() else Path(on_path))
     if (DEFAULT_ROOT / "bin" / "nvcc").is_file() and _include_dirs(DEFAULT_ROOT):
         return _toolkit(DEFAULT_ROOT, DEFAULT_ROOT / "bin" / "nvcc")
+    for root in _wheel_roots():
+        if (root / "bin" / "nvcc").is_file():
+            parts = (
+                "nvvm/bin/cicc",
+                "include/cuda_runtime.h",
+                "include/crt/host_defines.h",
+                "include/cccl/cuda/std/utility",
+            )
+            missing = [part for part in parts if not (root / part).is_file()]
+            if missing:
+                raise BuildError(
+                    f"{root} holds nvcc, but not {', '.join(missing)}: pip install --no-deps -r {NVCC_REQUIREMENTS}, "
+                    "or set CUTE_KERNELS_CUDA=0 to build the CPU backend only"
+                )
+            return _toolkit(root, root / "bin" / "nvcc")
     return None
 
 
@@ -151,7 +171,7 @@ def find_cuda(environ: Mapping[str, str] | None = None) -> tuple[Toolkit | None,
     toolkit = find_toolkit(environ)
     if toolkit is None:
         if wanted == "1":
-            raise BuildError("CUTE_KERNELS_CUDA=1, but nvcc was not found; set CUDA_HOME to the CUDA toolkit's root")
+            raise BuildError(f"CUTE_KERNELS_CUDA=1, but nvcc was not found; {_REMEDY}")
         print(_NO_NVCC, file=sys.stderr, flush=True)
         return None, []
     toolkit.check_archs(archs)
@@ -220,8 +240,8 @@ def find_headers(toolkit: Toolkit | None, environ: Mapping[str, str] | None = No
         dirs = _include_dirs(root)
         if _complete(dirs):
             return dirs
-    for include in _wheel_includes():
-        dirs = _with_cccl(include)
+    for root in _wheel_roots():
+        dirs = _with_cccl(root / "include")
         if _complete(dirs):
             return dirs
     raise BuildError(
@@ -246,12 +266,13 @@ def _complete(dirs: tuple[Path, ...]) -> bool:
     return all(any((d / name).is_file() for d in dirs) for name in needed)
 
 
-def _wheel_includes() -> list[Path]:
+def _wheel_roots() -> list[Path]:
+    """Where NVIDIA's wheels of CUDA 13 lie, each laid out as a toolkit."""
     try:
         spec = importlib.util.find_spec("nvidia")
     except (ImportError, ValueError):
         return []
-    return [Path(location, "cu13", "include") for location in (spec and spec.submodule_search_locations) or ()]
+    return [Path(location, "cu13") for location in (spec and spec.submodule_search_locations) or ()]
 
 
 if __name__ == "__main__":

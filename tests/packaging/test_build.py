@@ -134,6 +134,8 @@ def test_pins_agree():
     assert all("==" in pin for pin in lint)
     for requirement in (cutlass.REQUIREMENT, *cuda.HEADER_REQUIREMENTS, *tools.CUOBJDUMP_REQUIREMENTS):
         assert f'"{requirement}"' in project
+    nvcc = (ROOT / cuda.NVCC_REQUIREMENTS).read_text().splitlines()
+    assert set(cuda.HEADER_REQUIREMENTS) < set(nvcc)
     assert set(cuda.HEADER_REQUIREMENTS) == {line for line in cuda_headers if line and not line.startswith("#")}
 
 
@@ -161,6 +163,42 @@ def test_toolkit_behind_links_and_wrapper_scripts(tmp_path):
     for nvcc in (link, wrapper):
         toolkit = cuda.find_toolkit({"PATH": str(nvcc.parent)})
         assert (toolkit.root, toolkit.nvcc) == (root, real)
+
+
+def fake_wheels(root: Path, monkeypatch) -> Path:
+    """nvcc as the wheels of NVCC_REQUIREMENTS lay it out; no toolkit where one usually lies."""
+    cu13 = fake_toolkit(root / "site" / "nvidia" / "cu13", "13.0")
+    for part in ("nvvm/bin/cicc", "include/crt/host_defines.h", "include/cccl/cuda/std/utility"):
+        (cu13 / part).parent.mkdir(parents=True, exist_ok=True)
+        (cu13 / part).touch()
+    (cu13 / "lib").mkdir()
+    (cu13 / "lib" / "libcudart_static.a").touch()
+    monkeypatch.setattr(cuda, "DEFAULT_ROOT", root / "none")
+    monkeypatch.setattr(cuda, "_wheel_roots", lambda: [cu13])
+    return cu13
+
+
+def test_toolkit_from_wheels_comes_last(tmp_path, monkeypatch):
+    cu13 = fake_wheels(tmp_path, monkeypatch)
+    home, linked, default = (fake_toolkit(tmp_path / name, "12.4") for name in ("home", "linked", "default"))
+    nowhere = {"PATH": str(tmp_path)}
+    toolkit, archs = cuda.find_cuda(nowhere)
+    assert (toolkit.root, toolkit.nvcc, toolkit.version) == (cu13, cu13 / "bin" / "nvcc", "13.0")
+    assert toolkit.include_dirs == (cu13 / "include", cu13 / "include" / "cccl")
+    assert toolkit.library_dirs == (cu13 / "lib",) and archs
+    monkeypatch.setattr(cuda, "DEFAULT_ROOT", default)
+    assert cuda.find_toolkit(nowhere).root == default
+    on_path = {"PATH": str(linked / "bin")}
+    assert cuda.find_toolkit(on_path).root == linked
+    assert cuda.find_toolkit({**on_path, "CUDA_HOME": str(home)}).root == home
+
+
+def test_toolkit_from_some_of_the_wheels(tmp_path, monkeypatch):
+    cu13 = fake_wheels(tmp_path, monkeypatch)
+    (cu13 / "nvvm" / "bin" / "cicc").unlink()
+    with pytest.raises(BuildError, match=r"not nvvm/bin/cicc: pip install --no-deps -r third_party/nvcc\.txt"):
+        cuda.find_toolkit({"PATH": str(tmp_path)})
+    assert cuda.find_cuda({"PATH": str(tmp_path), "CUTE_KERNELS_CUDA": "0"}) == (None, [])
 
 
 def test_cuda_home_without_toolkit(tmp_path):
@@ -345,3 +383,10 @@ def test_make_installs_into_a_new_environment(tmp_path):
     assert f"-m venv {tmp_path / 'env'}" in commands
     assert "-r third_party/requirements.txt" in commands
     assert not (tmp_path / "env").exists()
+
+
+def test_make_installs_nvcc_on_request(tmp_path):
+    environment = f"VENV={tmp_path / 'env'}"
+    assert "-r third_party/nvcc.txt" in make("--dry-run", "build", environment, "NVCC=1")
+    assert "nvcc.txt" not in make("--dry-run", "build", environment)
+    assert "pip" not in make("--dry-run", "build", "VENV=", "PYTHON=some-python", "NVCC=1")
