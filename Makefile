@@ -16,11 +16,13 @@ ifeq ($(strip $(VENV)),)
   PY = $(PYTHON)
   ENVIRONMENT =
   LINT_ENVIRONMENT =
+  WHEEL_ENVIRONMENT =
   CLANG_FORMAT = clang-format
 else
   PY = $(VENV)/bin/python
   ENVIRONMENT = $(VENV)/.cute_kernels_installed $(if $(filter 1,$(NVCC)),$(VENV)/.cute_kernels_nvcc_installed)
   LINT_ENVIRONMENT = $(VENV)/.cute_kernels_lint_installed
+  WHEEL_ENVIRONMENT = $(ENVIRONMENT) $(VENV)/.cute_kernels_wheel_installed
   CLANG_FORMAT = $(VENV)/bin/clang-format
 endif
 PIP = $(PY) -m pip --disable-pip-version-check install --quiet
@@ -29,7 +31,7 @@ REQUIREMENTS = third_party/requirements.txt third_party/headers.txt third_party/
 # python/ comes first: what is measured and tested is this checkout's package, whatever else is installed.
 export PYTHONPATH := $(CURDIR)/python:$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: help build test fuzz fuzz-sanitize sweep lint format stubs clean
+.PHONY: help build wheel test fuzz fuzz-sanitize sweep lint format stubs clean
 .DEFAULT_GOAL := help
 
 help:
@@ -38,6 +40,7 @@ help:
 	@echo "make fuzz-sanitize  the same on the CPU, built into build/sanitize with g++'s address and undefined sanitizers"
 	@echo "make sweep   build in place and measure against the peers (SWEEP_ARGS: its arguments, such as --help)"
 	@echo "make build   build the extension in place"
+	@echo "make wheel   build a wheel for VENV's Python in dist/, tagged manylinux, and check it"
 	@echo "make lint    check formatting, style and types, as CI does; needs no build"
 	@echo "make format  rewrite the sources as make lint wants them"
 	@echo "make stubs   build in place and rewrite the extension's stub file"
@@ -47,6 +50,14 @@ help:
 
 build: $(ENVIRONMENT)
 	$(PY) setup.py --quiet build_ext --inplace
+
+# build/lib.* may hold modules that the package no longer has.
+wheel: $(WHEEL_ENVIRONMENT)
+	rm -rf build/lib.* build/wheel
+	$(PY) setup.py --quiet bdist_wheel --dist-dir build/wheel
+	PATH="$(dir $(PY)):$$PATH" $(PY) -m auditwheel repair --strip --wheel-dir build/wheel/tagged build/wheel/*.whl
+	$(PY) -m third_party.wheels build/wheel/tagged/*.whl
+	mkdir -p dist && mv build/wheel/tagged/*.whl dist/
 
 test: build
 	$(PY) -m pytest tests $(TEST_ARGS)
@@ -99,6 +110,10 @@ $(VENV)/.cute_kernels_installed: $(REQUIREMENTS)
 
 $(VENV)/.cute_kernels_nvcc_installed: $(VENV)/.cute_kernels_installed third_party/nvcc.txt
 	$(PIP) --no-deps -r third_party/nvcc.txt
+	@touch $@
+
+$(VENV)/.cute_kernels_wheel_installed: $(VENV)/.cute_kernels_installed third_party/wheels.txt
+	$(PIP) -r third_party/wheels.txt
 	@touch $@
 
 $(VENV)/.cute_kernels_lint_installed: $(ENVIRONMENT) third_party/lint.txt

@@ -341,7 +341,7 @@ def make(*arguments: str) -> str:
 def test_make_help():
     said = make()
     assert said == make("help")
-    for target in ("test", "fuzz", "fuzz-sanitize", "sweep", "build", "lint", "format", "stubs", "clean"):
+    for target in ("test", "fuzz", "fuzz-sanitize", "sweep", "build", "wheel", "lint", "format", "stubs", "clean"):
         assert re.search(rf"^make {target}\b", said, re.MULTILINE)
 
 
