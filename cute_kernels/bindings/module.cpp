@@ -31,7 +31,8 @@ constexpr char kCompiler[] = "GCC " __VERSION__;
 constexpr char kCompiler[] = "";
 #endif
 
-// What the module was built with: the C++ compiler, the CUDA architectures ("8.0", "9.0a"), none and an empty version without CUDA.
+// What the module was built with: the C++ compiler, the CUDA architectures ("8.0", "9.0a"); none and an empty version
+// without CUDA.
 py::dict build_info() {
   py::dict info;
   std::vector<std::string> archs;
