@@ -102,8 +102,8 @@ CUTE_DEVICE float exp2_approximate(float x) {
 // Keeps the compiler from moving memory accesses across.
 CUTE_DEVICE void compiler_fence() { asm volatile("" ::: "memory"); }
 
-// `threads` of the CTA, a multiple of 32, wait for one another at barrier 0 to 15. CUTLASS has it for CC 9.0 only, and without the
-// order of memory accesses.
+// `threads` of the CTA, a multiple of 32, wait for one another at a barrier of 0 to 15. CUTLASS has it for CC 9.0 only,
+// and without the order of memory accesses.
 CUTE_DEVICE void named_barrier_sync(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }

@@ -38,8 +38,8 @@ struct WarpgroupTraits {
                 "16 rows of WGMMA's A in registers lie in a warp as the A of m16n8k16");
   static constexpr int kBlocksM = kM / 64;  // WGMMAs side by side
 
-  // B as WGMMA reads it: K-major rows of 128 bytes, 16-byte units swizzled. q stays for a work tile; of p one is for the
-  // tile that is multiplied and one for the tile whose p is being put in order.
+  // B as WGMMA reads it: K-major rows of 128 bytes, 16-byte units swizzled. q stays for a work tile; of p one is for
+  // the tile that is multiplied and one for the tile whose p is being put in order.
   using SmemLayoutB = decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{},
                                              Shape<Int<kN>, Int<kK>, Int<kIsKey ? 1 : 2>>{}));  // (BLK_N,BLK_K,PIPE)
 
