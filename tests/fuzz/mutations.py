@@ -69,7 +69,8 @@ def fill_part(rng: random.Random, x: Tensor) -> str:
 
 
 def permute(rng: random.Random, x: Tensor) -> str:
-    x.copy_(x.flip(0) if rng.random() < 0.5 else x.roll(1, -1))
+    if x.dim():
+        x.copy_(x.flip(0) if rng.random() < 0.5 else x.roll(1, -1))
     return "permuted"
 
 

@@ -41,9 +41,9 @@ class CacheCore:
                 "torch.func.functionalize"
             )
         self.config = made_for
-        self.table = made_for.table()
         with torch.inference_mode(False):  # tensors made in it could not be written to outside of it
-            self.storage = CacheStorage(made_for)
+            self.storage = CacheStorage(made_for)  # first: where memory is short for it, the host's record is not made
+        self.table = made_for.table()
         self.captured = False  # an append is in a graph: lengths here may be behind those on the device
         self.known_step: DecodingStep | None = None  # the last one, as long as the storage stays where it is
         self.claims: dict[None, object] = {}
