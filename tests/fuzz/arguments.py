@@ -89,7 +89,7 @@ def _functions(case: Case) -> dict[str, Callable[[], Call]]:
             ck.SparseKV.from_state_dict,
             {"state": keys.state_dict()},
             {},
-            ("metadata", "blocks", "row_offsets", "token_order", "channel_order"),
+            ("metadata", "shape", "blocks", "row_offsets", "token_order", "channel_order"),
         ),
         "to": lambda: Call(keys.to, {"device": case.device}),
         "KVCache": lambda: Call(
