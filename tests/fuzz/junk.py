@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cute_kernels as ck
+from tests.fuzz import limits
 from tests.fuzz.case import Case
 
 NUMBERS = (0, 1, -1, 2, 7, 64, 65, 10**6, 2**31 - 1, 2**31, 2**40, 2**62, 2**63 - 1, 2**63, -(2**63), -(2**70), 10**400)
@@ -123,14 +124,11 @@ TENSORS: tuple[Callable[[Tensor], Any], ...] = (
     lambda x: FakeTensorMode(allow_non_fake_inputs=True).from_tensor(x),
 )
 
-_MOST_ELEMENTS = 2**20
-
 
 def instead_of(case: Case, value: Any) -> Any:
     """Something else."""
     rng = case.rng
-    # A tensor that was expanded already would fill memory as a list or a copy.
-    if isinstance(value, Tensor) and value.numel() <= _MOST_ELEMENTS and case.often(0.8):
+    if isinstance(value, Tensor) and value.numel() <= limits.MOST_ELEMENTS and case.often(0.8):
         try:
             return rng.choice(TENSORS)(value)
         except (RuntimeError, IndexError, TypeError):  # not every tensor can be changed in every way

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+MOST_ELEMENTS = 2**20  # of a tensor that the fuzzers copy: one that was expanded before would fill memory
+
 
 @cache
 def _can_limit() -> bool:

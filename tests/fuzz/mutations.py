@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.fuzz import limits
 from tests.fuzz.case import Case
 
 EXTREMES = (0, 1, -1, 2, 63, 64, 127, 128, 255, 2**15 - 1, -(2**15), 2**31 - 1, -(2**31), 2**62, -(2**63))
@@ -152,7 +153,7 @@ FORMS: dict[str, Callable[[random.Random, Tensor], Any]] = {
 
 
 def another_form(rng: random.Random, x: Any) -> tuple[str, Any]:
-    if not is_plain(x):
+    if not is_plain(x) or x.numel() > limits.MOST_ELEMENTS:
         return "of another class", junk(rng)
     form = rng.choice([*FORMS])
     return form, FORMS[form](rng, x)
