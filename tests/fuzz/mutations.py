@@ -119,7 +119,9 @@ def _repeated(rng: random.Random, x: Tensor) -> Tensor:
 
 
 def _strided(rng: random.Random, x: Tensor) -> Tensor:
-    return torch.as_strided(x, x.shape, [rng.choice([0, 1, stride]) for stride in x.stride()])
+    """Other elements of the same memory, or the same ones in another order."""
+    strides = [rng.choice([0, min(1, stride), stride]) for stride in x.stride()]
+    return torch.as_strided(x, x.shape, strides)
 
 
 FORMS: dict[str, Callable[[random.Random, Tensor], Any]] = {
