@@ -180,6 +180,8 @@ REFUSED = [
     ),
     (lambda c: c.append(*_tokens(), sequences=[0.0, 1.0]), TypeError, "element of sequences must be an integer"),
     (lambda c: c.append(*_tokens(), sequences=torch.zeros(2)), TypeError, "sequences must hold integers"),
+    (lambda c: c.select(torch.zeros(1).to(torch.complex64)), TypeError, "indices must hold integers"),
+    (lambda c: c.select(torch.quantize_per_tensor(torch.zeros(1), 1, 0, torch.qint8)), TypeError, "must hold integers"),
     (lambda c: c.append(*_tokens(), sequences="01"), TypeError, "sequences must be a sequence of integers"),
     (
         lambda c: c.append(_tokens(dim=32)[0][..., ::2], _tokens(dim=32)[0][..., ::2]),

@@ -148,7 +148,9 @@ FORMS: dict[str, Callable[[random.Random, Tensor], Any]] = {
     "sparse": lambda rng, x: x.to_sparse(),
     "meta": lambda rng, x: x.to("meta"),
     "a list": lambda rng, x: x.tolist(),
-    "an array": lambda rng, x: x.cpu().view(torch.uint8).numpy() if x.dim() and x.is_contiguous() else None,
+    "an array": lambda rng, x: (
+        x.cpu().view(torch.uint8).numpy() if x.is_contiguous() and x.stride()[-1:] == (1,) else None
+    ),
     "nothing": lambda rng, x: None,
     "of another class": lambda rng, x: junk(rng),
 }

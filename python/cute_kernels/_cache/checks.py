@@ -10,6 +10,8 @@ from torch import Tensor
 
 from cute_kernels._runtime import checks
 
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64)
+
 
 class Sizes(Protocol):
     """What tensors of a cache have in common: a `config.CacheConfig`."""
@@ -113,7 +115,7 @@ def _length(value: Any, name: str) -> int | None:
     range or an expanded tensor can have more than memory holds."""
     if isinstance(value, Tensor):
         checks.tensor(value, name)
-        if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
+        if value.dtype not in _INTEGERS:
             raise TypeError(f"{name} must hold integers, got a tensor of {checks.dtype_name(value.dtype)}")
         if value.device.type not in ("cpu", "cuda"):
             raise ValueError(f"{name} must be on a cpu or cuda device, got {value.device}")
