@@ -19,7 +19,9 @@ from tests.support import oracle
 from tests.support.mustafar_layout import write
 
 _MEBIBYTES = 1024
-_RAW = re.compile(r"Exception raised from|enforce fail|INTERNAL ASSERT|c10::|\[torch|Unsupported|incompatible function")
+_RAW = re.compile(
+    r"Exception raised from|enforce fail|INTERNAL ASSERT|c10::|\[torch\.\w*Tensor|Unsupported|incompatible function"
+)
 _SIZES = {"max_batch": 3, "kv_heads": 2, "head_dim": 16, "capacity": 300}
 
 
