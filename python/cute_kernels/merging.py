@@ -57,14 +57,10 @@ def _stacked(value: Any, name: str) -> Tensor:
         alike = part.shape, part.dtype, part.device
         if alike != (value[0].shape, value[0].dtype, value[0].device):
             raise ValueError(
-                f"{name} must be alike in shape, dtype and device: {name}[0] is {_described(value[0])}, {name}[{i}] is "
-                f"{_described(part)}"
+                f"{name} must be alike in shape, dtype and device: {name}[0] is {checks.described(value[0])}, "
+                f"{name}[{i}] is {checks.described(part)}"
             )
     return torch.stack(list(value))
-
-
-def _described(x: Tensor) -> str:
-    return f"{checks.dtype_name(x.dtype)} of shape {tuple(x.shape)} on {x.device}"
 
 
 # ---- torch.ops.cute_kernels ------------------------------------------------------------------------------------------

@@ -99,7 +99,7 @@ class Rule(abc.ABC):
         ):
             raise ValueError(
                 f"method {self.name!r} must return a bool mask of shape {tuple(x.shape)} on {x.device}, got "
-                f"{_described(mask)}"
+                f"{checks.described(mask)}"
             )
         return torch.where(mask & (x != 0), x, 0.0).contiguous()
 
@@ -190,7 +190,7 @@ class OutputAware(Rule):
         if attention.shape != values.shape[:3] or attention.device != values.device:
             raise ValueError(
                 f"attention must have shape (B, Hkv, T) = {tuple(values.shape[:3])}, or (B, Hq, Sq, T), on "
-                f"{values.device}, got {_described(attention)}"
+                f"{values.device}, got {checks.described(attention)}"
             )
         return attention.float()[..., None]
 
@@ -356,11 +356,3 @@ def _positive(value: Any, name: str) -> int:
     if count < 1:
         raise ValueError(f"{name} must be at least 1, got {count}")
     return count
-
-
-def _described(value: Any) -> str:
-    if not isinstance(value, Tensor):
-        return type(value).__name__
-    if value.is_nested:
-        return f"a nested tensor of {checks.dtype_name(value.dtype)}"
-    return f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)} on {value.device}"

@@ -37,6 +37,15 @@ def shown(value: Any) -> str:
     return text if 0 < len(text) <= _LONGEST_SHOWN else type(value).__name__
 
 
+def described(value: Any) -> str:
+    """A tensor's dtype, shape and device, for a message; of anything else its class."""
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    if value.is_nested:
+        return f"a nested tensor of {dtype_name(value.dtype)}"
+    return f"{dtype_name(value.dtype)} of shape {tuple(value.shape)} on {value.device}"
+
+
 def tensor(value: Any, name: str) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
