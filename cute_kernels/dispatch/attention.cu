@@ -120,9 +120,10 @@ void run_with(Kernels<Params> const& kernels, attention::Problem const& problem,
   params.output.channel_order = values.channel_order;
   params.output.head_dim = values.head_dim;
   params.output.vectors = reduce::partial_vectors(schedule.rows);
-  if (!schedule.by_work_tile)
-    params.output.partials = workspace(reduce::max_partials(schedule.splits.divisor, work_tiles) *
-                                       attention::partial_bytes(n, keys.padded_head_dim));
+  if (!schedule.by_work_tile) {
+    int64_t partials = reduce::place_partials(schedule, plan.config.summed_splits, params.output);
+    params.output.partials = workspace(partials * attention::partial_bytes(n, keys.padded_head_dim));
+  }
   kernels.launcher.launch(params, plan.config, stream);
 }
 

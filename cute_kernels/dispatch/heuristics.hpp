@@ -73,6 +73,7 @@ inline Plan choose_plan(DeviceLimits const& device, pipeline::KernelLimits const
     plan.stages.count = usable(producers);
   }
   plan.config.cluster = 1;
+  plan.config.summed_splits = kernel.sums_in_cta ? plan.config.workers : 0;
   plan.config.programmatic_launch = device.programmatic_launch;
   return plan;
 }

@@ -90,7 +90,7 @@ void run(Product const& product, Workspace const& workspace, std::string const& 
     params.output.head_dim = view.head_dim;
     params.output.vectors = reduce::partial_vectors(params.schedule.rows);
     if (!params.schedule.by_work_tile) {
-      int64_t partials = reduce::max_partials(params.schedule.splits.divisor, params.schedule.work_tiles());
+      int64_t partials = reduce::place_partials(params.schedule, plan.config.summed_splits, params.output);
       int64_t bytes = int64_t{plan.config.n} * view.padded_head_dim * static_cast<int>(sizeof(float));
       params.output.partials = workspace(partials * bytes);
     }

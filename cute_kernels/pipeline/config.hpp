@@ -24,6 +24,7 @@ struct Config {
   int producers;             // warps that fill a ring of stages; 0: workers fill their own
   int splits_per_work_tile;  // of every work tile, none reaching into another; 0: the whole schedule is partitioned
   int cluster;               // CTAs that share a work tile then, else 1
+  int summed_splits;         // of a CTA, which adds their partials up before it stores them; 0: it stores each
   bool programmatic_launch;  // the second kernel may be set up while the first drains (CC 9.0)
 };
 
@@ -37,6 +38,7 @@ struct KernelLimits {
   bool one_ring = false;             // of stages for all workers
   int stages_ahead = 0;              // of those, beyond one a worker, at most
   bool combines_in_cluster = false;  // workers' partials of a work tile can be combined within a cluster
+  bool sums_in_cta = false;          // else those of a CTA are added up before they are stored
 };
 
 }  // namespace cute_kernels::pipeline

@@ -51,15 +51,31 @@ struct Output {
   uint8_t const* channel_order;  // of the values, see format::SparseView
   int head_dim;
   PartialVectors vectors;
-  void* partials;  // one for every split and one for every work tile; null with splits_per_work_tile
+  void* partials;         // as many as place_partials says; null with splits_per_work_tile
+  int summed_splits;      // of a CTA, which stores the sum of their partials; 0: it stores each
+  int crossing_partials;  // where those of splits begin that end in a later work tile, with summed_splits
 };
 
+// A split's partial of a work tile or, with summed_splits, a CTA's: the sum of its splits that end in the work tile.
 // Splits and work tiles with common KV tiles form a staircase, so the sum of their indices names the pair.
 template <class Partial>
-CUTE_DEVICE Partial* partial(Output const& output, int split, int work_tile) {
-  return static_cast<Partial*>(output.partials) + split + work_tile;
+CUTE_DEVICE Partial* partial(Output const& output, int split_or_cta, int work_tile) {
+  return static_cast<Partial*>(output.partials) + split_or_cta + work_tile;
 }
-constexpr int64_t max_partials(int64_t splits, int64_t work_tiles) { return splits + work_tiles; }
+// With summed_splits: of the split, at most one, that has tiles of the work tile and ends in a later one.
+template <class Partial>
+CUTE_DEVICE Partial* crossing_partial(Output const& output, int work_tile) {
+  return static_cast<Partial*>(output.partials) + output.crossing_partials + work_tile;
+}
+
+// Sets all of `output` that says where partials are, but their address. Returns how many there may be.
+inline int64_t place_partials(schedule::Params const& schedule, int summed_splits, Output& output) {
+  int work_tiles = schedule.work_tiles(), splits = schedule.splits.divisor;
+  output.summed_splits = summed_splits;
+  if (summed_splits == 0) return int64_t{splits} + work_tiles;
+  output.crossing_partials = splits / summed_splits + work_tiles;
+  return int64_t{output.crossing_partials} + work_tiles;
+}
 
 // Whether a lane's accumulators of an n8 block belong to rows that exist.
 CUTE_DEVICE bool has_rows(int rows, int lane, int n) { return 8 * n + 2 * (lane % 4) < rows; }

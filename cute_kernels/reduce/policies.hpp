@@ -2,6 +2,7 @@
 //
 // A policy has
 //   Partial<Shape>      what a worker stores of a work tile: `vectors`, and what it knows of every query row
+//   kSumsInCta          whether a CTA may add partials up before it stores them (cta_sum.hpp)
 //   Accumulator<Shape>  one vector and its rows, put together partial by partial; a default one is neutral
 #pragma once
 
@@ -16,7 +17,7 @@ CUTE_DEVICE float4 shuffle_xor(float4 x, int mask) {
 }
 
 struct Sum {
-  static constexpr bool kHasLse = false;
+  static constexpr bool kHasLse = false, kSumsInCta = true;
 
   template <class OutputShape>
   struct Partial {
@@ -48,7 +49,7 @@ struct Sum {
 CUTE_DEVICE float finite_max(float row_max) { return row_max == -INFINITY ? 0.f : row_max; }
 
 struct LogSumExp {
-  static constexpr bool kHasLse = true;
+  static constexpr bool kHasLse = true, kSumsInCta = false;
 
   template <class OutputShape>
   struct Partial {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cute_kernels/pipeline/launch.hpp"
+#include "cute_kernels/reduce/partial_range.hpp"
 #include "cute_kernels/reduce/policies.hpp"
 #include "cute_kernels/schedule/schedule.hpp"
 
@@ -35,17 +36,23 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineBlocks)
   int m = atom % OutputShape::kChannelBlocks, n = atom / OutputShape::kChannelBlocks;
   bool exists = index < 1 << output.vectors.count_log2(OutputShape::kAtomsLog2) && has_rows(work_tile.rows, lane, n);
   OutputElement<Element, OutputShape> element(params.schedule, output, work_tile, lane, m, n, summand % 4);
-  int first = schedule.split_with(work_tile, work_tile.tiles.begin);
-  int last = schedule.split_with(work_tile, work_tile.tiles.end - 1);
+  PartialRange range(schedule, work_tile);
+  if constexpr (Policy::kSumsInCta) {
+    if (output.summed_splits) range.to_ctas(schedule, work_tile, output.summed_splits);
+  }
   Accumulator sum;
   ptx::wait_for_primary();
+  if constexpr (Policy::kSumsInCta) {
+    if (range.crossing && exists && summand == 0)
+      sum = Accumulator(*crossing_partial<Partial>(output, work_tile.index), vector);
+  }
   CUTE_NO_UNROLL
-  for (int split = first + summand; split <= last; split += kPartialsAtOnce << summands_log2) {
+  for (int split = range.first + summand; split <= range.last; split += kPartialsAtOnce << summands_log2) {
     Accumulator partials[kPartialsAtOnce];
     CUTE_UNROLL
     for (int i = 0; i < kPartialsAtOnce; ++i) {
       int other = split + (i << summands_log2);
-      if (exists && other <= last && !schedule.is_empty(other))
+      if (exists && other <= range.last && (SchedulePolicy::kTilesAreCosts || !schedule.is_empty(other)))
         partials[i] = Accumulator(*partial<Partial>(output, other, work_tile.index), vector);
     }
     CUTE_UNROLL
@@ -64,7 +71,7 @@ template <class Policy, class OutputShape, class Element, class SchedulePolicy>
 void launch_combine(schedule::Params const& schedule, Output const& output, pipeline::Config const& config,
                     int schedule_bytes, cudaStream_t stream) {
   int work_tiles = schedule.work_tiles();
-  int64_t partials = max_partials(config.ctas * config.workers, work_tiles);
+  int64_t partials = (output.summed_splits ? config.ctas : config.ctas * config.workers) + work_tiles;
   int summands_log2 = kMinSummandsLog2;
   while (summands_log2 < kMaxSummandsLog2 && int64_t{2 * work_tiles} << summands_log2 < partials) ++summands_log2;
   int threads = 1 << (output.vectors.count_log2(OutputShape::kAtomsLog2) + summands_log2);

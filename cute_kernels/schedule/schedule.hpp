@@ -23,7 +23,7 @@ inline constexpr int kMaxWorkers = 16;  // of a CTA
 template <int kRows_>
 struct ProductPolicy {
   static constexpr int kRows = kRows_;  // of a block of query rows
-  static constexpr bool kUniform = true, kHasWindow = false;
+  static constexpr bool kUniform = true, kHasWindow = false, kTilesAreCosts = true;
   CUTE_HOST_DEVICE static constexpr int work_tile_cost(bool) { return 0; }
 };
 
@@ -31,7 +31,7 @@ struct ProductPolicy {
 template <int kRows_, bool kUniform_>
 struct AttentionPolicy {
   static constexpr int kRows = kRows_;
-  static constexpr bool kUniform = kUniform_, kHasWindow = true;
+  static constexpr bool kUniform = kUniform_, kHasWindow = true, kTilesAreCosts = false;
   CUTE_HOST_DEVICE static constexpr int work_tile_cost(bool variable_length) {
     return attention_work_tile_cost(variable_length);
   }
@@ -76,8 +76,12 @@ class Schedule {
 
   // Of the whole schedule's splits; some are empty if there are fewer KV tiles.
   CUTE_HOST_DEVICE int split_begin(int split) const {
-    if (!params_.by_work_tile) return tile_at(cost_before(split));
     int work_tile, index;
+    if constexpr (Policy::kTilesAreCosts) {  // of the whole schedule as of a work tile: without a branch, soon known
+      params_.splits(work_tile, index, split);
+      return work_tile * params_.partition.total + params_.partition.begin(index, params_.splits);
+    }
+    if (!params_.by_work_tile) return tile_at(cost_before(split));
     params_.splits(work_tile, index, split);
     return work_tile * params_.tiles_per_work_tile.divisor + work_tile_partition().tiles_before(index);
   }
@@ -167,7 +171,7 @@ class Schedule {
   CUTE_HOST_DEVICE int tile_at(int cost) const {
     int own_cost = Policy::work_tile_cost(variable_length());
     auto tile_in_work_tile = [&](int cost) { return cost > own_cost ? cost - own_cost : 0; };
-    if (Policy::work_tile_cost(false) == 0) return cost;
+    if (Policy::kTilesAreCosts) return cost;
     if (!variable_length()) {
       int work_tile, in_work_tile;
       params_.cost_per_work_tile(work_tile, in_work_tile, cost);

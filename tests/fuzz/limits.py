@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 MOST_ELEMENTS = 2**20  # of a tensor that the fuzzers copy: one that was expanded before would fill memory
+MOST_COPIED_BYTES = 2**30  # of a cache that they copy: one that has grown may take most of a GPU
 
 
 @cache

@@ -1,12 +1,12 @@
 // The schedule: its splits follow one another to the end, and the second kernel finds exactly the splits that have KV
-// tiles of a work tile, whether lengths are on the device or not, for attention and for products.
+// tiles of a work tile, or their CTAs, whether lengths are on the device or not, for attention and for products.
 #include <random>
 #include <vector>
 
 #include "check.hpp"
 #include "device_names.hpp"
 // After the names:
-#include "cute_kernels/schedule/schedule.hpp"
+#include "cute_kernels/reduce/partial_range.hpp"
 
 using namespace cute_kernels::schedule;
 
@@ -78,6 +78,38 @@ void check_schedule(Case const& c, std::vector<int> const& lengths, std::vector<
   }
 }
 
+// sparse_av, whose CTAs add up what their splits have of the work tile that they end in: the second kernel finds every
+// split once, in its CTA's partial or by itself.
+void check_sums_of_ctas(int heads, int tiles_each, int ctas, int workers) {
+  Params params{};
+  params.batch = 1, params.kv_heads = heads, params.rows = 1, params.workers = workers;
+  params.tiles_per_work_tile = params.cost_per_work_tile = cutlass::FastDivmod(tiles_each);
+  params.work_tiles_per_row = cutlass::FastDivmod(heads), params.row_blocks = cutlass::FastDivmod(1);
+  params.splits = cutlass::FastDivmod(ctas * workers);
+  params.partition = make_partition(heads * tiles_each, params.splits);
+  Schedule<ProductPolicy<kRows>> schedule(params, nullptr);
+  for (int index = 0; index < heads; ++index) {
+    WorkTile work_tile = schedule.work_tile(index);
+    std::vector<bool> has_partial(ctas);
+    bool has_crossing = false;
+    for (int split = 0; split < ctas * workers; ++split) {
+      int begin = schedule.split_begin(split), end = schedule.split_begin(split + 1);
+      if (std::max(begin, work_tile.tiles.begin) >= std::min(end, work_tile.tiles.end)) continue;
+      if (end <= work_tile.tiles.end) {
+        has_partial[split / workers] = true;
+      } else {
+        check(!has_crossing, "one split of a work tile ends in a later one", index);
+        has_crossing = true;
+      }
+    }
+    cute_kernels::reduce::PartialRange found(schedule, work_tile);
+    found.to_ctas(schedule, work_tile, workers);
+    check(found.crossing == has_crossing, "whether a split ends in a later work tile", index);
+    for (int cta = 0; cta < ctas; ++cta)
+      check(has_partial[cta] == (found.first <= cta && cta <= found.last), "the CTAs that have a partial", cta, index);
+  }
+}
+
 // Work tiles that are partitioned by themselves: every split is of one work tile.
 void check_by_work_tile(int heads, int tiles_each, int splits) {
   Params params{};
@@ -109,6 +141,8 @@ int main() {
     check_schedule<AttentionPolicy<kRows, true>>(c, {}, {});
     c.window = 0;
     check_schedule<ProductPolicy<kRows>>(c, {}, {});
+    int heads = draw(1, 40), tiles_each = draw(1, 60), ctas = draw(1, std::min(132, heads * tiles_each));
+    check_sums_of_ctas(heads, tiles_each, ctas, draw(1, std::min(16, heads * tiles_each / ctas)));
     int splits = draw(1, 40);
     check_by_work_tile(draw(1, 8), splits + draw(0, 100), splits);
   }

@@ -164,8 +164,9 @@ def test_the_machine_code_holds_the_decoder_that_is_counted(backend):
         for head_dim in counts.HEAD_DIMS:
             tile = counts.Tile.of(make_case(op, f"1,8,8,1,128,{head_dim}", 16, backend=backend))
             expected = tile.instructions
+            others = 1 if op == "sparse_av" else 0  # which counts the workers that end in a work tile
             for row in compiled(backend, op, tile).values():
-                assert row["IDP"] == expected["IDP"] and row["POPC"] == expected["POPC"]
+                assert row["IDP"] == expected["IDP"] and row["POPC"] == expected["POPC"] + others
                 assert row["HMMA.16816.F32"] == expected["HMMA"]
                 assert expected["PRMT"] <= row["PRMT"] and expected["LDS"] <= row["LDS"]
 

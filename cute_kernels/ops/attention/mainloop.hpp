@@ -82,11 +82,13 @@ CUTE_DEVICE void attend(Params const& params, typename Traits::Schedule const& s
     ptx::prefetch(channel_order<Traits>(params.keys, work_tile));
     ptx::prefetch(channel_order<Traits>(params.values, work_tile));
 
+    // With D 256 the window needs the registers: the work tile is looked up again rather than held.
+    constexpr bool kHoldsWorkTile = Traits::kHeadDim < format::kMaxHeadDim;
     CUTE_NO_UNROLL
     for (; tile < window_end; ++tile)
-      attend_window_tile<Traits>(params, Pipeline::kHoldsWorkTile ? work_tile : schedule.work_tile_with(tile),
+      attend_window_tile<Traits>(params, kHoldsWorkTile ? work_tile : schedule.work_tile_with(tile),
                                  tile - map.first_window, worker.part, pipeline, softmax, tCrP, tCrO);
-    if constexpr (!Pipeline::kHoldsWorkTile) work_tile = schedule.work_tile_with(end - 1);
+    if constexpr (!kHoldsWorkTile) work_tile = schedule.work_tile_with(end - 1);
     Queries<Traits>(params, work_tile).load(worker, shared_p, channel_order<Traits>(params.keys, work_tile), tCrQ);
     int first_tile = map_tiles().first_tile;
     int seen_by_all = Mask(params, work_tile).seen_by_all();

@@ -6,6 +6,7 @@
 #include "cute_kernels/ops/av/multiply_values.hpp"
 #include "cute_kernels/ops/av/p_rows.hpp"
 #include "cute_kernels/ops/product/sm80/launch.hpp"
+#include "cute_kernels/reduce/cta_sum.hpp"
 #include "cute_kernels/reduce/split_combine.hpp"
 
 namespace cute_kernels::av::sm80 {
@@ -26,24 +27,35 @@ struct PFetch {
 template <class Traits, bool kConverts>
 __global__ void __launch_bounds__(32 * Traits::kMaxWarps, 1) sparse_av_kernel(CUTE_GRID_CONSTANT Params const params) {
   extern __shared__ __align__(128) uint8_t shared[];
+  __shared__ int last_work_tiles[Traits::kMaxWarps];
   using Policy = schedule::ProductPolicy<Traits::kN>;
   ptx::launch_dependents();
   schedule::Schedule<Policy> schedule(params.schedule, nullptr);
   int warp = threadIdx.x / 32;
   schedule::Range split = schedule.split_of_worker(warp);
   product::sm80::WarpPipeline<Policy, PFetch> pipeline(params, schedule, shared, warp, split, {params});
+  int own_bytes = params.stages.count * params.stages.stage_bytes;  // take the partial when all tiles have been read
   multiply_values<Traits, kConverts>(
       params, schedule, split, pipeline, [&](auto const& tCrC, schedule::WorkTile const& work_tile) {
-        int split_index = blockIdx.x * params.schedule.workers + warp;
-        store_partial<Traits>(tCrC, work_tile.rows,
-                              reduce::partial<Partial<Traits>>(params.output, split_index, work_tile.index));
+        if (work_tile.tiles.end < split.end)
+          return store_partial<Traits>(tCrC, work_tile.rows,
+                                       reduce::crossing_partial<Partial<Traits>>(params.output, work_tile.index));
+        __syncwarp();
+        store_partial<Traits>(tCrC, work_tile.rows, reinterpret_cast<Partial<Traits>*>(shared + warp * own_bytes));
+        if (threadIdx.x % 32 == 0) last_work_tiles[warp] = work_tile.index;
       });
+  __syncthreads();
+  reduce::sum_in_cta<OutputShape<Traits>>(params.output, shared, own_bytes, last_work_tiles, params.schedule.workers);
 }
 
 template <int kHeadDim>
 pipeline::KernelLimits limits(format::CodecId codec, int n) {
-  return product::sm80::visit_traits<format::Role::kValue, kHeadDim>(
-      codec, n, [](auto traits) { return product::sm80::limits<decltype(traits)>(0); });
+  return product::sm80::visit_traits<format::Role::kValue, kHeadDim>(codec, n, [](auto traits) {
+    using T = decltype(traits);
+    auto limits = product::sm80::limits<T>(sizeof(Partial<T>) / pipeline::kMinCpAsyncStages, true);
+    limits.fixed_shared_bytes = T::kMaxWarps * sizeof(int);
+    return limits;
+  });
 }
 
 template <int kHeadDim>

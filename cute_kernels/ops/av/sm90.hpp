@@ -8,6 +8,7 @@
 #include "cute_kernels/ops/av/warpgroup/kernel.hpp"
 #include "cute_kernels/ops/product/sm90/launch.hpp"
 #include "cute_kernels/reduce/cluster_combine.hpp"
+#include "cute_kernels/reduce/cta_sum.hpp"
 #include "cute_kernels/reduce/split_combine.hpp"
 
 namespace cute_kernels::av::sm90 {
@@ -38,21 +39,28 @@ __global__ void __launch_bounds__(pipeline::kMaxThreads<product::sm90::kMaxWarpg
         product::sm90::WarpPipeline<PCopy> pipeline(params.stages, ring, worker, {params});
         Combine combine(params.schedule, params.output, params.cluster, schedule);
         auto first = combine.first_destination();
-        auto* stages = reinterpret_cast<Partial<Traits>*>(ring.data);  // take partials when all tiles have been read
+        // When all tiles have been read the stages take partials, and behind them, where every stage has more room than its
+        // partial needs, the work tiles that these are of.
+        auto* stages = reinterpret_cast<Partial<Traits>*>(ring.data);
+        int workers = params.schedule.workers, *last_work_tiles = reinterpret_cast<int*>(stages + workers);
+        schedule::Range split = schedule.split_of_worker(worker);
         multiply_values<Traits, kConverts>(
-            params, schedule, schedule.split_of_worker(worker), pipeline,
-            [&](auto const& tCrC, schedule::WorkTile const& work_tile) {
-              if (params.schedule.by_work_tile) {  // then a split has one work tile
-                pipeline.sync_workers();
-                return store_partial<Traits>(tCrC, work_tile.rows, stages + worker);
-              }
-              int split = blockIdx.x * params.schedule.workers + worker;
-              store_partial<Traits>(tCrC, work_tile.rows,
-                                    reduce::partial<Partial<Traits>>(params.output, split, work_tile.index));
+            params, schedule, split, pipeline, [&](auto const& tCrC, schedule::WorkTile const& work_tile) {
+              if (work_tile.tiles.end < split.end)
+                return store_partial<Traits>(tCrC, work_tile.rows,
+                                             reduce::crossing_partial<Partial<Traits>>(params.output, work_tile.index));
+              pipeline.sync_workers();
+              store_partial<Traits>(tCrC, work_tile.rows, stages + worker);
+              if (threadIdx.x % 32 == 0) last_work_tiles[worker] = work_tile.index;
             });
-        if (!params.schedule.by_work_tile) return;
-        combine.arrive();
-        combine.write(stages, 32 * params.schedule.workers, first, [&] { pipeline.sync_workers(); });
+        auto sync_workers = [&] { pipeline.sync_workers(); };
+        if (params.schedule.by_work_tile) {
+          combine.arrive();
+          return combine.write(stages, 32 * workers, first, sync_workers);
+        }
+        sync_workers();
+        reduce::sum_in_cta<OutputShape<Traits>>(params.output, ring.data, sizeof(Partial<Traits>), last_work_tiles,
+                                                workers);
       });
 }
 

@@ -12,11 +12,11 @@
 namespace cute_kernels::av::sm90 {
 
 struct RingParams : pipeline::RingParams<Params> {
+  bool has_p_map;
+  int box_rows;
   // p as (tokens, rows of all KV heads, batch), a box being a tile's rows with the 16 bytes that follow each, so
   // that rows start in different banks. Without it the workers read p themselves.
   CUtensorMap p_map;
-  bool has_p_map;
-  int box_rows;
 };
 
 // The columns of p of one tile, by a tensor copy.

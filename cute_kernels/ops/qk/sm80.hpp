@@ -28,7 +28,7 @@ template <int kHeadDim>
 pipeline::KernelLimits limits(format::CodecId codec, int n) {
   return product::sm80::visit_traits<format::Role::kKey, kHeadDim>(codec, n, [](auto traits) {
     using T = decltype(traits);
-    return product::sm80::limits<T>(logits_bytes<T>());
+    return product::sm80::limits<T>(logits_bytes<T>(), false);
   });
 }
 

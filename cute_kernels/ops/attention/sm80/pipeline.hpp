@@ -12,7 +12,6 @@ template <class Traits>
 class WorkerPipeline {
  public:
   static constexpr bool kCombinesInCluster = false;
-  static constexpr bool kHoldsWorkTile = false;  // the window needs the registers: it is looked up again
 
   // Starts the fetch of the first stages. shared: of all workers.
   CUTE_DEVICE WorkerPipeline(Params const& params, typename Traits::Schedule const& schedule, uint8_t* shared,

@@ -34,8 +34,6 @@ template <class Traits>
 class WorkerPipeline {
  public:
   static constexpr bool kCombinesInCluster = true;
-  // With D 256 the window needs the registers: the work tile is looked up again.
-  static constexpr bool kHoldsWorkTile = Traits::kHeadDim < format::kMaxHeadDim;
 
   // A worker passes through `empty_iterations` after its last.
   CUTE_DEVICE WorkerPipeline(RingParams const& params, StageRing const& ring, int worker, int empty_iterations)

@@ -17,15 +17,16 @@ auto visit_traits(format::CodecId codec, int n, F&& f) {
   });
 }
 
-// result_bytes: that a stage takes when its tile has been multiplied.
+// result_bytes: that a stage takes when its tile has been multiplied. reduces: partials, which takes all warps.
 template <class Traits>
-pipeline::KernelLimits limits(int result_bytes) {
+pipeline::KernelLimits limits(int result_bytes, bool reduces) {
   pipeline::KernelLimits limits{};
   limits.max_workers = Traits::kMaxWarps;
   limits.worker_warps = 1;
   limits.min_stages = pipeline::kMinCpAsyncStages;
   limits.max_stages = pipeline::kMaxCpAsyncStages;
   limits.min_block_bytes = result_bytes;
+  limits.sums_in_cta = reduces;
   return limits;
 }
 

@@ -24,9 +24,9 @@ template <class Traits>
 inline constexpr bool kByWarps = Traits::kN <= 16;
 
 // result_bytes: that a stage takes when its tile has been multiplied, or, of the stages, which are no fewer than
-// workers, a worker when all have been.
+// workers, a worker when all have been. reduces: partials, which takes all workers.
 template <class Traits>
-pipeline::KernelLimits warp_limits(int result_bytes, bool combines_in_cluster) {
+pipeline::KernelLimits warp_limits(int result_bytes, bool reduces) {
   pipeline::KernelLimits limits{};
   limits.max_workers = kMaxWarpgroups<Traits> * kWarpgroupWarps;
   limits.worker_warps = 1;
@@ -36,7 +36,7 @@ pipeline::KernelLimits warp_limits(int result_bytes, bool combines_in_cluster) {
   limits.fixed_shared_bytes = kWarpFixedBytes;
   limits.one_ring = true;
   limits.stages_ahead = kStagesAhead;
-  limits.combines_in_cluster = combines_in_cluster;
+  limits.combines_in_cluster = limits.sums_in_cta = reduces;
   static_assert(kMaxWarpgroups<Traits> * kWarpgroupWarps <= schedule::kMaxWorkers);
   return limits;
 }
