@@ -97,6 +97,7 @@ void run_with(Kernels<Params> const& kernels, attention::Problem const& problem,
   pipeline::KernelLimits limits = kernels.launcher.limits(keys.codec, n);
   params.schedule_bytes = schedule::shared_bytes(schedule.variable_length, problem.batch);
   limits.fixed_shared_bytes += params.schedule_bytes;
+  if (schedule.variable_length) limits.thin_work = pipeline::ThinWork::kDown;  // more splits were slower
   WindowAccess access = window_access(problem);
   params.window_vectorized = access.vectorized;
   bool has_window = problem.window.tokens > 0;

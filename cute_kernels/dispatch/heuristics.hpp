@@ -62,9 +62,17 @@ inline Plan choose_plan(DeviceLimits const& device, pipeline::KernelLimits const
     plan.config.workers = in_fours(std::min(kernel.max_workers, fit / stages));
     plan.stages.count = asked ? stages : std::min(kernel.max_stages, fit / plan.config.workers);
   }
-  // Thin work is spread over SMs first.
-  plan.config.ctas = static_cast<int>(std::min<int64_t>(device.multiprocessors, tiles));
-  plan.config.workers = static_cast<int>(std::min<int64_t>(plan.config.workers, tiles / plan.config.ctas));
+  // Thin work is spread over SMs first, then over as many workers as a CTA has tiles.
+  int64_t ctas = std::min<int64_t>(device.multiprocessors, tiles);
+  plan.config.ctas = static_cast<int>(ctas);
+  if (tiles < ctas * plan.config.workers) {
+    int workers = static_cast<int>(tiles / ctas), step = kSchedulers / kernel.worker_warps;
+    if (kernel.thin_work == pipeline::ThinWork::kNearestStep)
+      workers = std::max(1, static_cast<int>((2 * tiles + step * ctas - 1) / (2 * step * ctas)) * step);
+    else if (kernel.thin_work == pipeline::ThinWork::kDownToStep && workers > pipeline::kMaxProducers)
+      workers = in_fours(workers);
+    plan.config.workers = std::min(plan.config.workers, workers);
+  }
   if (kernel.one_ring) {
     int workers = plan.config.workers, stages = std::min(most_stages, workers + (asked ? asked : kernel.stages_ahead));
     auto usable = [&](int producers) { return stages - stages % producers; };  // they divide workers and stages

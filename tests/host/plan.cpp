@@ -80,6 +80,7 @@ int main() {
       kernel.fixed_shared_bytes = 64;
       kernel.one_ring = one_ring;
       kernel.stages_ahead = draw(2, 16);
+      kernel.thin_work = static_cast<pipeline::ThinWork>(draw(0, 2));
       kernel.combines_in_cluster = one_ring;
       int rows = draw(1, 40);
       auto plan_with = [&](int stages_ahead) {
@@ -101,6 +102,14 @@ int main() {
             "and the rows behind it that decoders may read");
       check(plan.stages.block_bytes % 128 == 0 && stage_bytes % 128 == 0, "stages are aligned");
       check(plan.config.ctas <= device.multiprocessors, "one CTA an SM", plan.config.ctas);
+      bool nearest = kernel.thin_work == pipeline::ThinWork::kNearestStep;
+      int step = dispatch::kSchedulers / kernel.worker_warps;
+      int64_t splits = int64_t{plan.config.ctas} * workers;
+      check(splits <= tiles || (nearest && splits <= tiles + plan.config.ctas * step / 2), "few splits without tiles",
+            workers);
+      check(plan.config.ctas == std::min<int64_t>(device.multiprocessors, tiles), "as many CTAs as have tiles");
+      check(kernel.thin_work == pipeline::ThinWork::kDown || workers <= pipeline::kMaxProducers || workers % step == 0,
+            "workers come in steps", workers, step);
       if (one_ring) check_by_work_tile(device, plan.config, heads * row_blocks, tiles_per_head);
     }
   }
