@@ -182,9 +182,7 @@ def blocks(found: Sequence[Path]) -> list[tuple[str, str, Callable[[Path], str]]
         (
             readme.BEGIN,
             readme.END,
-            lambda document: readme.figures_block(
-                figures[_newest(figures)], _link(_newest(figures) / f"{rows.NAME}.json", document)
-            ),
+            lambda document: readme.figures_block(figures[_newest(figures)], _link(_newest(figures), document)),
         ),
         (
             generation_readme.BEGIN,

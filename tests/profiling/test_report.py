@@ -215,9 +215,9 @@ def test_report_updates_documents(tmp_path, capsys):
     text = path.read_text(encoding="utf-8")
     assert report.updated(text, path, devices()) == text and "old" not in text.splitlines()
     assert text.startswith("before\n<!--") and "-->\nbetween\n<!--" in text and text.endswith("-->\nafter")
-    for name in ("sweep", "generate"):
-        (link,) = re.findall(rf"\]\(([^)]*/{name}\.json)\)", text)
-        assert (tmp_path / link).samefile(RESULTS / "nvidia-h200" / f"{name}.json")
+    for target in ("nvidia-h200", "nvidia-h200/generate.json"):
+        (link,) = re.findall(rf"\]\(([^)]*/{re.escape(target)})\)", text)
+        assert (tmp_path / link).samefile(RESULTS / target)
     assert report.main(arguments) == 0
     assert "has the rows' figures already" in capsys.readouterr().out
 
