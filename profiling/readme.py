@@ -45,7 +45,8 @@ def figures_block(rows: Sequence[Row], link: str) -> str:
     low, half = usual_keeps(head_dim)
     header = ["B, Hq, Hkv, T"]
     for op in DECODE_OPS:
-        header += [f"`{op}`, {low} of {head_dim} kept" if op == DECODE_OPS[0] else f"`{op}`, {low}", f"{half}"]
+        kept = f"{low} of {head_dim} kept" if op == DECODE_OPS[0] else f"{low} kept"
+        header += [f"`{op}`, {kept}", f"{half} kept"]
     lines = [
         [f"{s.batch}, {s.query_heads}, {s.kv_heads}, {s.tokens}"]
         + [_cell(cells[op, s, keep]) for op in DECODE_OPS for keep in (low, half)]
@@ -55,7 +56,7 @@ def figures_block(rows: Sequence[Row], link: str) -> str:
         f"On one {name}, `{backend}` backend, D {head_dim}, fp16 in and out, one query token, Gaussian data, "
         "cold L2: speed-up over the dense\ncache in the same run, with cuBLAS for the products and the fastest "
         f"of {_dense_attention(wanted)} for\nattention (with a dense window of {WINDOW} tokens), and the time "
-        f"([all rows]({link})):"
+        f"([all rows]({link})).\nB sequences of T cached tokens, Hq query and Hkv KV heads:"
     )
     return "\n".join([sentence, "", *markdown_table(header, lines), ""])
 

@@ -37,8 +37,8 @@ def table_block(rows: Sequence[Row], link: str) -> str:
         f"On one {quoted.device.removeprefix('NVIDIA ')}, {quoted.model}, {quoted.dtype}, prompts of {quoted.prompt} "
         f"tokens and {quoted.new_tokens} new ones,\ngreedily, with {quoted.key_keep} of {quoted.head_dim} channels of "
         f"keys and {quoted.value_keep} of values kept, window {quoted.window}, torch {quoted.torch}, Transformers\n"
-        f"{quoted.transformers}; x: to the best dense cache at this batch, the largest to dense's largest "
-        f"([all columns, commands]({link})):"
+        f"{quoted.transformers}; in brackets: relative to the best dense cache at this batch, the largest batch to "
+        f"dense's\nlargest ([all columns, commands]({link})):"
     )
     unit = units.size(row.kv_bytes for row in alike)
     header = [name.format(unit=unit.name) for name in HEADER]

@@ -96,7 +96,11 @@ def _extension() -> dict[str, Any]:
         importlib.import_module("cute_kernels._runtime.backends")
     except (ImportError, OSError) as error:
         return {"error": f"loaded, but the package cannot be used: {error}"}
-    return {"file": module.__file__, **module.build_info(), "cpu_isa": module.cpu.isa()}
+    try:
+        isa = module.cpu.isa()
+    except RuntimeError as error:  # CUTE_KERNELS_CPU_ISA names one that is unknown, or that this CPU lacks
+        isa = f"none: {error}"
+    return {"file": module.__file__, **module.build_info(), "cpu_isa": isa}
 
 
 def _cpu_model() -> str | None:

@@ -285,5 +285,5 @@ def test_an_operation_checks_what_only_data_show(rng):
     with pytest.raises(RuntimeError, match="sm90"):
         OPS.sparse_qk(*arguments["sparse_qk"][:-1], "sm90")
     x.seq_lens[0] = 101
-    with pytest.raises(ValueError, match="seq_lens must be from 0 to T = 100, got from 50 to 101"):
+    with pytest.raises(ValueError, match="seq_lens must be from 0 to T = 100, got 50 to 101"):
         OPS.sparse_attention(*arguments["sparse_attention"])

@@ -19,8 +19,8 @@ from cute_kernels._runtime.loading import why_not
 from tests.support import ROOT
 
 
-def run(*arguments: str, python: Path = ROOT / "python") -> subprocess.CompletedProcess:
-    environment = {**os.environ, "PYTHONPATH": str(python), "CUTE_KERNELS_CPU_ISA": "scalar"}
+def run(*arguments: str, python: Path = ROOT / "python", isa: str = "scalar") -> subprocess.CompletedProcess:
+    environment = {**os.environ, "PYTHONPATH": str(python), "CUTE_KERNELS_CPU_ISA": isa}
     command = [sys.executable, *arguments]
     return subprocess.run(command, cwd=python, env=environment, capture_output=True, text=True, check=False)
 
@@ -55,6 +55,13 @@ def test_info_says_what_is_here():
     lines = run("-m", "cute_kernels.info").stdout
     for word in (ck.__version__, "storage format", "reference: ok", f"torch           {torch.__version__}", "driver"):
         assert word in lines
+
+
+def test_an_instruction_set_that_is_not_there():
+    ran = run("-m", "cute_kernels.info", "--json", isa="sse")
+    assert ran.returncode == 0, ran.stderr
+    isa = json.loads(ran.stdout)["extension"]["cpu_isa"]
+    assert isa.startswith("none: ") and "CUTE_KERNELS_CPU_ISA" in isa
 
 
 def test_info_says_that_the_extension_is_not_built(without_extension):

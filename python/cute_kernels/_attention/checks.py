@@ -62,7 +62,7 @@ def lengths(seq_lens: Tensor, tokens: int) -> None:
     """The numbers in seq_lens, for backends that read them on the host."""
     found = seq_lens.tolist()
     if found and not 0 <= min(found) <= max(found) <= tokens:
-        raise ValueError(f"seq_lens must be from 0 to T = {tokens}, got from {min(found)} to {max(found)}")
+        raise ValueError(f"seq_lens must be from 0 to T = {tokens}, got {min(found)} to {max(found)}")
 
 
 def apart(

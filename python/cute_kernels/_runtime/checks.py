@@ -215,7 +215,8 @@ def kernel_device(value: Any) -> torch.device:
     if target.type == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise RuntimeError("device 'cuda': torch finds no CUDA device; pass device='cpu' for the CPU backend")
+        built = "" if torch.version.cuda else " (this PyTorch was built without CUDA)"
+        raise RuntimeError(f"device 'cuda': torch finds no CUDA device{built}; pass device='cpu' for the CPU backend")
     index = torch.cuda.current_device() if target.index is None else target.index
     if index >= torch.cuda.device_count():
         raise ValueError(f"device must be one of torch's {torch.cuda.device_count()} CUDA devices, got {target}")
