@@ -11,9 +11,10 @@ from profiling.command_line import LARGEST
 PRODUCTS = ("sparse_qk", "sparse_av")
 DECODE_OPS = (*PRODUCTS, "sparse_attention")  # their GPU kernels have a pipeline of stages
 SPARSE_OPS = (*DECODE_OPS, "compress")
+CACHE_OPS = ("attend",)  # KVCache.attend: pages, lengths on the device, a window; measured where it is named
 # The peers measured for themselves: their "backend" is the name of a peer.
 DENSE_OPS = ("dense_qk", "dense_av", "dense_attention", "copy")
-OPS = SPARSE_OPS + DENSE_OPS
+OPS = SPARSE_OPS + CACHE_OPS + DENSE_OPS
 
 DTYPES = ("float16", "bfloat16")
 DATA = ("gaussian", "outlier", "equal")  # see data.py
@@ -113,6 +114,8 @@ class Case:
     @property
     def product(self) -> str:
         """What is computed: qk, av, attention, compress or copy."""
+        if self.op in CACHE_OPS:
+            return "attention"
         return self.op.removeprefix("sparse_").removeprefix("dense_")
 
     @property
@@ -174,6 +177,7 @@ class Block:
     caches: tuple[str, ...] = ("cold",)
     timings: tuple[str, ...] = ("events",)
     stages_ahead: tuple[int, ...] = (0,)
+    best_backend: bool = False  # of several that serve the device, the last alone
 
     def cases(self, op: str, backends: Iterable[str], seed: int, repeats: int) -> list[Case]:
         """The cases of one operation; the scores' dtype matters to products only, the keep to sparse ones, stages ahead

@@ -5,6 +5,7 @@ An `InputSet` is all that one call reads and writes, so a profiler can run `prep
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,6 +18,7 @@ from cute_kernels.sparse_kv import from_storage, storage_of
 from profiling import data
 from profiling.cases import Case
 
+TILE = 64  # tokens
 WINDOW = 64  # dense tokens that follow the compressed ones in sparse_attention
 
 
@@ -32,15 +34,23 @@ class InputSet:
     sparse_values: ck.SparseKV | None = None  # attention only
     dense_values: Tensor | None = None  # attention only
     window: tuple[Tensor, Tensor] | None = None  # sparse_attention only: keys and values (B, Hkv, WINDOW, D)
+    cache: ck.KVCache | None = None  # attend only
 
     @property
     def bits_per_element(self) -> float:
         """Of the cache as stored."""
+        if self.cache is not None:
+            return 8.0 * self.cache_bytes / (2 * self.dense.numel())
         return self.sparse.bits_per_element if self.sparse else 8.0 * self.dense.element_size()
 
     @property
     def cache_bytes(self) -> int:
         """What the operation stores or reads of the cache: keys and values for attention."""
+        if self.cache is not None:
+            used, (batch, heads, tokens, head_dim) = self.cache.statistics(), self.dense.shape
+            newest = tokens - (tokens - WINDOW) // TILE * TILE  # that are in the window still
+            window = 2 * batch * heads * newest * head_dim * self.dense.element_size()
+            return (used["pages"] - used["pages_free"]) * used["page_bytes"] + window
         caches = (
             (self.sparse, self.sparse_values, *(self.window or ())) if self.sparse else (self.dense, self.dense_values)
         )
@@ -52,6 +62,8 @@ def prepare(case: Case, device: torch.device) -> InputSet:
     shape, dtype, rng = case.load.shape, getattr(torch, case.load.dtype), data.generator(device, case.seed)
     if case.op == "sparse_attention":
         return _attention(case, device, rng)
+    if case.op == "attend":
+        return _paged(case, device, rng)
     sparse, dense = _cache(case, case.role, device, rng)
     if case.product in ("compress", "copy"):
         return InputSet(sparse, dense, None, None)
@@ -87,6 +99,27 @@ def _attention(case: Case, device: torch.device, rng: torch.Generator) -> InputS
     left = data.queries(shape, dtype, device, rng) * shape.head_dim**0.5  # attention scales by itself
     out = torch.empty(left.shape, device=device, dtype=dtype)
     return InputSet(keys, dense[0], left, out, values, dense[1], window)
+
+
+def _paged(case: Case, device: torch.device, rng: torch.Generator) -> InputSet:
+    """A cache of as many tokens as sparse_attention has with its window, those of one prompt a sequence."""
+    shape, dtype = case.load.shape, getattr(torch, case.load.dtype)
+    cache = ck.KVCache(
+        max_batch=shape.batch,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        dtype=dtype,
+        capacity=shape.tokens + WINDOW,
+        keep=case.load.keep,
+        window=WINDOW,
+        device=device,
+    )
+    load = replace(case.load, shape=replace(shape, tokens=shape.tokens + WINDOW))
+    cache.prefill(data.cache(load, device, rng), data.cache(load, device, rng))
+    keys, values = (torch.stack(rows) for rows in zip(*(cache.dense(row) for row in range(shape.batch)), strict=True))
+    left = data.queries(shape, dtype, device, rng) * shape.head_dim**0.5  # attention scales by itself
+    out = torch.empty(left.shape, device=device, dtype=dtype)
+    return InputSet(None, keys, left, out, dense_values=values, cache=cache)
 
 
 def _cache(case: Case, role: str, device: torch.device, rng: torch.Generator) -> tuple[ck.SparseKV | None, Tensor]:
@@ -142,6 +175,8 @@ def _call(case: Case, inputs: InputSet) -> Tensor | ck.SparseKV:
             out=inputs.out,
             backend=case.backend,
         )
+    if case.op == "attend":  # likewise
+        return inputs.cache.attend(inputs.left, causal=False, out=inputs.out, backend=case.backend)
     if case.op == "compress":
         return ck.compress(inputs.dense, role=case.role, keep=case.load.keep)
     raise ValueError(f"no call for operation {case.op!r}")
@@ -157,6 +192,8 @@ def copy_of(case: Case, inputs: InputSet) -> InputSet:
     """The same operands of the call at other addresses; what the call does not touch is shared."""
     if case.op == "compress":
         return replace(inputs, dense=inputs.dense.clone())
+    if case.op == "attend":
+        return replace(inputs, cache=copy.deepcopy(inputs.cache), left=inputs.left.clone(), out=inputs.out.clone())
     sparse, values = _copy_of_sparse(inputs.sparse), None
     if inputs.sparse_values:  # which share the order of tokens with the keys
         values = _copy_of_sparse(inputs.sparse_values, token_order=sparse.token_order)

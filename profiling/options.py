@@ -62,13 +62,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--ncu-path, --ncu-report and --clock-control go with --ncu")
     if args.commit_results and (args.out or args.resume or not selects_all(args)):
         parser.error(
-            "--commit-results takes all suites or --suite readme, whole and as they are, without --out and --resume"
+            "--commit-results takes all suites, --suite readme or --suite serving, whole and as they are, without "
+            "--out and --resume"
         )
     return args
 
 
 def selects_all(args: argparse.Namespace) -> bool:
-    """Whether the cases are all those of all suites, or of suite readme."""
+    """Whether the cases are all those of all suites, or of a suite that has a file of its own."""
     own = (
         args.op,
         args.backend,
@@ -88,6 +89,7 @@ def selects_all(args: argparse.Namespace) -> bool:
     return not (args.quick or any(own) or args.repeats is not None or args.seed != 0) and args.suite in (
         None,
         ["readme"],
+        ["serving"],
     )
 
 

@@ -34,13 +34,15 @@ def choose(args: argparse.Namespace, backends: Mapping[str, str]) -> list[Case]:
                 for name in serving(op, device, backends, block.backends or args.backend)
                 if not args.backend or name in args.backend
             ]
+            if block.best_backend and not args.backend:
+                names = names[-1:]
             found.update(dict.fromkeys(block.cases(op, names, args.seed, repeats)))
     return list(found)
 
 
 def results_name(args: argparse.Namespace) -> str:
-    """Of the results that the rows of all chosen cases are: "sweep" of all suites, "readme", or "" for a part."""
-    return ("readme" if args.suite else "sweep") if selects_all(args) else ""
+    """Of the results that the rows of all chosen cases are: "sweep" of all suites, the suite's, or "" for a part."""
+    return (args.suite[0] if args.suite else "sweep") if selects_all(args) else ""
 
 
 def serving(op: str, device: str, backends: Mapping[str, str], asked: Iterable[str] | None) -> list[str]:
@@ -116,7 +118,7 @@ def _blocks(args: argparse.Namespace, device: str) -> list[Block]:
         _check_names(f"{path}: suites", more, set(suites.SUITES))
         names, blocks = names + more, blocks + grids
     if not names and not blocks:
-        names = list(suites.SUITES)
+        names = [name for name, suite in suites.SUITES.items() if suite.by_default]
     return [block for name in names for block in suites.SUITES[name].blocks(device)] + blocks
 
 

@@ -14,6 +14,7 @@ class Suite:
 
     about: str
     lists: Callable[[str], list[Block]]
+    by_default: bool = True  # measured where no suite is named
 
     def blocks(self, device: str) -> list[Block]:
         return _in_caches(self.lists(device), device)
@@ -105,6 +106,22 @@ def _readme(device: str) -> list[Block]:
     return [Block(DECODE_OPS, _usual(figures(device)))]
 
 
+SERVING_OPS = ("sparse_attention", "attend")
+_MOST_ELEMENTS = 2**31  # of a dense cache: 4 GiB each of keys and values
+
+
+def _serving(device: str) -> list[Block]:
+    """What servers run: batches, tokens by powers of two and some between, heads and head dims of common models."""
+    batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128)
+    tokens = sorted({*(1 << bits for bits in range(8, 18)), 720, 3008, 11008})
+    heads = [(32, 8, 128), (64, 8, 128), (28, 4, 128), (16, 16, 128), (8, 1, 128), (32, 8, 64), (32, 8, 256)]
+    if device == "cpu":
+        batches, tokens, heads = (1, 2, 4), [256, 720, 1024, 4096], heads[:1]
+    shapes = [Shape(b, q, kv, 1, t, d) for q, kv, d in heads for b in batches for t in tokens]
+    loads = (Load(s, usual_keeps(s.head_dim)[0]) for s in shapes if s.elements <= _MOST_ELEMENTS)
+    return [Block(SERVING_OPS, tuple(loads), best_backend=True)]
+
+
 SUITES = {
     "qk": Suite("sparse_qk beside the dense product, and with float32 logits", _product("sparse_qk")),
     "av": Suite("sparse_av beside the dense product, and with float32 p, as the README uses it", _product("sparse_av")),
@@ -118,6 +135,11 @@ SUITES = {
     "tokens": Suite("every operation against the number of tokens", _tokens),
     "short": Suite("small caches: cold and warm, single calls and CUDA graphs", _short),
     "readme": Suite("the figures that the README quotes", _readme),
+    "serving": Suite(
+        "attention on a grid of batches, tokens and heads, plain and KVCache.attend, best backend; only if named",
+        _serving,
+        by_default=False,
+    ),
 }
 
 

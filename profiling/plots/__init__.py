@@ -10,7 +10,7 @@ from typing import Any
 from profiling.ceilings import Ceilings
 from profiling.rows import Row
 
-NAMES = ("speedup", "bandwidth", "roofline", "tokens", "bits")
+NAMES = ("speedup", "bandwidth", "roofline", "tokens", "bits", "serving")
 
 
 class PlotsError(RuntimeError):
@@ -26,8 +26,9 @@ def draw(
         PlotsError: matplotlib is missing.
     """
     with _matplotlib():
-        from profiling.plots import bandwidth, bits, roofline, speedup, style, tokens
-    kinds = {"speedup": speedup, "bandwidth": bandwidth, "roofline": roofline, "tokens": tokens, "bits": bits}
+        from profiling.plots import bandwidth, bits, roofline, serving, speedup, style, tokens
+    modules = (speedup, bandwidth, roofline, tokens, bits, serving)
+    kinds = dict(zip(NAMES, modules, strict=True))
     rows = [row for row in rows if row.accurate]
     paths, missing = [], []
     with style.settings():
@@ -37,7 +38,8 @@ def draw(
             if figure is None:
                 missing.append(f"{name}: {module.NEEDS}")
             else:
-                paths.append(style.save(figure, folder, name))
+                colors = style.MAP_COLORS if name == "serving" else style.COLORS
+                paths.append(style.save(figure, folder, name, colors))
     return paths, missing
 
 

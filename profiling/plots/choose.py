@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 
 from profiling.cases import DECODE_OPS
 from profiling.rows import Row
 
 
-def plain(rows: Iterable[Row]) -> list[Row]:
-    """Sparse products of the usual kind: fp16 all through, cold cache, single calls, gaussian data, nothing tuned."""
+def plain(rows: Iterable[Row], ops: Collection[str] = DECODE_OPS) -> list[Row]:
+    """Operations of the usual kind: fp16 all through, cold cache, single calls, gaussian data, nothing tuned."""
     usual = ("float16", "", "cold", "events", "gaussian", 0)
     return [
         row
         for row in rows
-        if row.op in DECODE_OPS and (row.dtype, row.scores, row.cache, row.timing, row.data, row.stages_ahead) == usual
+        if row.op in ops and (row.dtype, row.scores, row.cache, row.timing, row.data, row.stages_ahead) == usual
     ]
 
 

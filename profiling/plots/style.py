@@ -30,7 +30,7 @@ PRODUCTS = {
 _BACKEND_COLORS = (BLUE, GREEN, PURPLE, ORANGE)
 _MARKERS = "os^D"
 DPI = 110
-COLORS = 48  # of a file
+COLORS, MAP_COLORS = 48, 128  # of a file; of one with a heat map
 
 _SETTINGS = {
     "figure.dpi": DPI,
@@ -61,6 +61,12 @@ def panels(count: int, width: float = 4.6, height: float = 3.9) -> tuple[Figure,
     return figure, list(axes[0])
 
 
+def grid(lines: int, columns: int, width: float = 5.4, height: float = 3.2) -> tuple[Figure, list[list[Axes]]]:
+    """Lines of panels; sizes in inches."""
+    figure, axes = plt.subplots(lines, columns, figsize=(width * columns, height * lines), squeeze=False)
+    return figure, [list(line) for line in axes]
+
+
 def operation_panels(series: Sequence[Row]) -> tuple[Figure, dict[str, Axes], list[str]]:
     """(figure, operation -> its panel, backends) for the operations that have rows; the first panel is the leftmost."""
     ops = [op for op in DECODE_OPS if any(row.op == op for row in series)]
@@ -82,11 +88,11 @@ def shared_legend(figure: Figure, axes: list[Axes]) -> None:
     figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=min(len(entries), 3 * len(axes)))
 
 
-def save(figure: Figure, folder: Path, name: str) -> Path:
+def save(figure: Figure, folder: Path, name: str, colors: int = COLORS) -> Path:
     """Writes NAME.png with a palette of few colours, which a plot looks the same with; returns its path."""
     folder.mkdir(parents=True, exist_ok=True)
     path, drawn = folder / f"{name}.png", io.BytesIO()
     figure.savefig(drawn, format="png", metadata={"Software": None})
     plt.close(figure)
-    Image.open(drawn).convert("RGB").quantize(COLORS, dither=Image.Dither.NONE).save(path, optimize=True)
+    Image.open(drawn).convert("RGB").quantize(colors, dither=Image.Dither.NONE).save(path, optimize=True)
     return path

@@ -298,6 +298,8 @@ def full_rows(h200) -> list[Row]:
                 for keep in range(16, 128, 16)
             ]
             found += [moved(row, B=1, T=1 << bits, median_us=float(2 + bits)) for bits in range(10, 21)]
+    attend = moved(like, op="attend", backend="sm90", peer="sdpa cudnn", timestamp="9999")
+    found += [moved(attend, B=1 << b, T=256 << t, median_us=40.0 + b * t) for b in range(8) for t in range(10)]
     return found
 
 
@@ -305,7 +307,7 @@ def test_every_plot_is_drawn(tmp_path, h200):
     pytest.importorskip("matplotlib")
     limits = ceilings.Ceilings(4.2, {"split streams": 25.6, "dense": 60.8})
     paths, missing = plots.draw(full_rows(h200), limits, tmp_path / "a")
-    assert not missing and {path.stem for path in paths} == {"speedup", "bandwidth", "roofline", "tokens", "bits"}
+    assert not missing and {path.stem for path in paths} == set(plots.NAMES)
     assert {path.suffix for path in paths} == {".png"} and all(10_000 < path.stat().st_size < 60_000 for path in paths)
 
 
@@ -327,5 +329,5 @@ def test_plots_say_which_rows_they_lack(tmp_path, h200):
         tmp_path,
     )
     assert {path.stem for path in paths} == {"bandwidth"}
-    assert [line.split(":")[0] for line in missing] == ["speedup", "roofline", "tokens", "bits"]
+    assert [line.split(":")[0] for line in missing] == ["speedup", "roofline", "tokens", "bits", "serving"]
     assert all("--suite" in line for line in missing)

@@ -163,10 +163,12 @@ def test_results_are_written_when_asked_for(tmp_path, monkeypatch, capsys):
     assert [path.name for path in results.glob("cpu-*/*")] == ["readme.json"]
     assert sweep.main(["--commit-results"]) == 0
     assert {path.name for path in results.glob("cpu-*/*")} == {"readme.json", "sweep.json"}
+    assert sweep.main(["--suite", "serving", "--commit-results"]) == 0
+    assert {path.name for path in results.glob("cpu-*/*")} == {"readme.json", "serving.json", "sweep.json"}
     for part in (["--op", "compress"], ["--quick"], ["--suite", "compress"], ["--repeats", "3"], ["--out", "x"]):
         with pytest.raises(SystemExit):
             sweep.main([*part, "--commit-results"])
-        assert "--commit-results takes all suites or --suite readme" in capsys.readouterr().err
+        assert "--commit-results takes all suites, --suite readme or --suite serving" in capsys.readouterr().err
 
 
 def test_rows_under_way_leave_other_results_alone(tmp_path, monkeypatch):

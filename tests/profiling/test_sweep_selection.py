@@ -38,14 +38,20 @@ def test_every_suite_has_cases(device):
     backends = H200 if device == "cuda" else {"cpu": "ok"}
     everything = chosen(backends=backends)
     assert len(set(everything)) == len(everything)
-    for name in suites.SUITES:
+    for name, suite in suites.SUITES.items():
         found = chosen("--suite", name, backends=backends)
-        assert found and set(found) <= set(everything)
+        assert found and (set(found) <= set(everything)) == suite.by_default
     attention = {(case.op, case.backend) for case in chosen("--suite", "attention", backends=backends)}
     on_gpu = {"sdpa flash", "sdpa cudnn", "sdpa efficient", "flashinfer", "flashinfer fp8"}
     dense = on_gpu if device == "cuda" else {"sdpa"}
     assert {backend for op, backend in attention if op == "dense_attention"} == dense
     assert ("sparse_attention", "sm90" if device == "cuda" else "cpu") in attention
+
+
+def test_serving_is_measured_in_the_best_backend():
+    found = chosen("--suite", "serving")
+    assert {(case.op, case.backend) for case in found} == {("sparse_attention", "sm90"), ("attend", "sm90")}
+    assert {case.backend for case in chosen("--suite", "serving", "--backend", "sm80")} == {"sm80"}
 
 
 def test_every_case_names_itself():
