@@ -16,6 +16,7 @@ TIMEOUT = datetime.timedelta(seconds=60)  # of a collective
 
 def run(world_size: int, function: Callable[[int, Any], Any], argument: Any, folder: Path, device: str) -> list[Any]:
     """function(rank, argument) in as many processes, with gloo for the CPU and NCCL for GPUs. Returns their results."""
+    folder.mkdir(exist_ok=True)
     torch.multiprocessing.start_processes(
         _child, (world_size, function, argument, folder, device), nprocs=world_size, start_method="spawn"
     )
