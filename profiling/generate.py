@@ -7,6 +7,7 @@ interrupted (the rows finished so far are written).
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shlex
 import sys
@@ -23,7 +24,7 @@ import torch
 from profiling import command_line, folders
 from profiling.command_line import positive_integer
 from profiling.environment import environment
-from profiling.generation import measure, models, rows
+from profiling.generation import measure, mesh, models, rows
 from profiling.generation.measure import Side
 from profiling.generation.rows import Row
 from profiling.progress import Progress
@@ -82,6 +83,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="LIST",
         help="of default (torch chooses the backend) and no-cudnn; dense sides are measured with each, others with the "
         "first (default: default,no-cudnn; without a GPU default)",
+    )
+    add(
+        "--mesh",
+        type=mesh.sizes,
+        metavar="SIZES",
+        help="as tp=2, cp=4 or tp=2,cp=2: heads and tokens over as many processes, started by torchrun; tp by the "
+        "model's own plan. With cp sparse caches only. Bytes and parameters are those of the first process",
     )
     add("--sparsity", type=float, metavar="S", help=f"share of channels pruned (default: {SPARSITY})")
     add("--key-keep", type=positive_integer, metavar="N", help="channels kept of keys, in place of --sparsity")
@@ -148,7 +156,12 @@ def _complete(args: argparse.Namespace, parser: argparse.ArgumentParser) -> argp
         parser.error(f"--side {' '.join(args.side)}: CUDA graphs need a GPU")
     if args.model is not None and not (args.model / "config.json").is_file():
         parser.error(f"--model {args.model}: no config.json there")
-    args.side = list(dict.fromkeys(args.side or ("dense", "sparse")))
+    spread = mesh.TOKENS in (args.mesh or ())
+    args.side = list(dict.fromkeys(args.side or (("sparse",) if spread else ("dense", "sparse"))))
+    if spread and any(not side.startswith("sparse") for side in args.side):
+        parser.error("--mesh with cp spreads sparse caches only: --side sparse")
+    if args.mesh and "max" in args.batch:
+        parser.error("--batch max goes without --mesh")
     args.sdpa = args.sdpa or (measure.SDPA[:1] if on_cpu else measure.SDPA)
     if args.sparsity is None and args.key_keep is None:
         args.sparsity = SPARSITY
@@ -165,13 +178,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"python -m profiling.generate: {error}", file=sys.stderr)
         return EXIT_MISSING
     transformers.logging.set_verbosity_error()
-    sides = _sides(args)
+    if not args.mesh:
+        return _generate(args, None)
+    try:
+        mesh.check_processes(args.mesh, args.device)
+        made, args.device = mesh.start(args.mesh, args.device)
+    except (ValueError, RuntimeError) as error:
+        print(f"python -m profiling.generate: error: {error}", file=sys.stderr)
+        return EXIT_MISSING
+    try:
+        return _generate(args, made)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def _generate(args: argparse.Namespace, made: Any) -> int:
+    """made: the DeviceMesh of --mesh; its first process writes the rows."""
+    first = made is None or torch.distributed.get_rank() == 0
+    sides = _sides(args, made)
     try:  # what would fail between the measurements fails now
         env = environment(args.device)
         folder = args.out or folders.of_device(env.slug, args.commit_results)
         command_line.folder_for(folder)
         _check_kept(args, models.head_dim(models.config_of(args.model, args.random_config)))
         model = models.load(args.model, args.random_config, getattr(torch, args.dtype), args.device, args.seed)
+        if made is not None and mesh.HEADS in args.mesh:
+            mesh.spread_heads(model, made[mesh.HEADS] if made.ndim > 1 else made)
         for side in sides:
             side.check(model, args.prompt + args.new)
     except (OSError, TypeError, ValueError, RuntimeError) as error:
@@ -180,17 +212,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     done: list[Row] = []
     status = EXIT_OK
     try:
-        with Progress(len(sides) * len(args.batch)) as progress:
+        with Progress(len(sides) * len(args.batch), quiet=not first) as progress:
             for row in _rows(args, sides, model, env, progress):
                 done.append(row)
-                rows.write(done, folder, args.name)
+                if first:
+                    rows.write(done, folder, args.name)
     except KeyboardInterrupt:
         print(f"interrupted: kept the {len(done)} rows measured so far", file=sys.stderr)
         status = EXIT_INTERRUPTED
     except (ValueError, RuntimeError) as error:  # such as a device that failed
         print(f"python -m profiling.generate: {error}", file=sys.stderr)
         status = EXIT_FAILED
-    if done:
+    if done and first:
         path = rows.write(done, folder, args.name)
         print(rows.terminal(done), f"wrote {path}", sep="\n", flush=True)
     return status
@@ -202,11 +235,11 @@ def _check_kept(args: argparse.Namespace, head_dim: int) -> None:
             raise ValueError(f"{option} must be from 1 to the model's head dim {head_dim}, got {kept}")
 
 
-def _sides(args: argparse.Namespace) -> list[Side]:
+def _sides(args: argparse.Namespace, made: Any) -> list[Side]:
     sides = []
     for name in args.side:
         for sdpa in args.sdpa[:1] if name.startswith("sparse") else args.sdpa:
-            sides.append(Side(name, args.sparsity, args.key_keep, args.value_keep, args.window, sdpa))
+            sides.append(Side(name, args.sparsity, args.key_keep, args.value_keep, args.window, sdpa, made))
     return sides
 
 
@@ -296,15 +329,18 @@ def _row(
         lowest_tokens_per_s=min(speeds),
         highest_tokens_per_s=max(speeds),
         isa=env.isa,
+        mesh=mesh.spelled(args.mesh or {}),
     )
 
 
 def _command(args: argparse.Namespace, side: Side, batch: str) -> str:
     model = ["--model", str(args.model)] if args.model is not None else ["--random-config", args.random_config]
+    processes = math.prod((args.mesh or {}).values())
     words = [
-        "python",
+        *(["torchrun", "--nproc-per-node", processes] if args.mesh else ["python"]),
         "-m",
         "profiling.generate",
+        *(["--mesh", mesh.spelled(args.mesh)] if args.mesh else []),
         *model,
         "--prompt",
         args.prompt,

@@ -13,9 +13,10 @@ except ImportError:
 class Progress:
     """Announces each case on stderr. Use as a context manager."""
 
-    def __init__(self, total: int) -> None:
-        self._total, self._done = total, 0
-        self._bar = tqdm(total=total, unit="case", file=sys.stderr) if tqdm and sys.stderr.isatty() else None
+    def __init__(self, total: int, *, quiet: bool = False) -> None:
+        self._total, self._done, self._quiet = total, 0, quiet
+        shown = tqdm and sys.stderr.isatty() and not quiet
+        self._bar = tqdm(total=total, unit="case", file=sys.stderr) if shown else None
 
     def __enter__(self) -> Progress:
         return self
@@ -34,5 +35,5 @@ class Progress:
         if self._bar is not None:
             self._bar.update()
             tqdm.write(line, file=sys.stderr)
-        else:
+        elif not self._quiet:
             print(f"[{self._done}/{self._total}] {line}", file=sys.stderr, flush=True)

@@ -32,6 +32,7 @@ class Side:
     value_keep: int | None = None
     window: int = 32
     sdpa: str = "default"  # of SDPA: torch's own choice of a backend, or that without cuDNN
+    mesh: Any = None  # DeviceMesh over which sparse caches are spread
 
     @property
     def sparse(self) -> bool:
@@ -74,6 +75,7 @@ class Side:
                 value_keep=self.value_keep,
                 window=self.window,
                 capacity=capacity,
+                mesh=self.mesh,
             )
         if self.graph:
             return StaticCache(config=model.config, max_cache_len=capacity)

@@ -65,6 +65,7 @@ class Row:
     lowest_tokens_per_s: float | None = None  # of the repeats; None: not noted, tokens_per_s is of one run
     highest_tokens_per_s: float | None = None
     isa: str = ""  # CPU only: the instruction set of the kernels, such as "avx512bf16"
+    mesh: str = ""  # such as "tp=2,cp=2": processes, of which the first one's bytes are noted
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -81,6 +82,7 @@ class Row:
             self.dtype,
             self.device,
             self.isa,
+            self.mesh,
             self.largest,
             None if self.largest else self.batch,
         )
@@ -97,8 +99,9 @@ def dense_beside(row: Row, rows: Sequence[Row]) -> list[Row]:
         for other in rows
         if other.side == wanted
         and (row.largest or other.batch == row.batch)
-        and (other.model, other.prompt, other.new_tokens, other.dtype, other.device, other.isa, other.largest)
-        == (row.model, row.prompt, row.new_tokens, row.dtype, row.device, row.isa, row.largest)
+        and (other.model, other.prompt, other.new_tokens, other.dtype, other.device, other.isa, other.mesh)
+        == (row.model, row.prompt, row.new_tokens, row.dtype, row.device, row.isa, row.mesh)
+        and other.largest == row.largest
     ]
 
 
@@ -143,6 +146,7 @@ def table_of(rows: Sequence[Row]) -> list[tuple[str, ...]]:
         "prompt + new": lambda row: f"{row.prompt} + {row.new_tokens}",
         "batch": lambda row: f"{row.batch}" + (" (largest)" if row.largest else ""),
         "cache": cache_name,
+        "mesh": lambda row: row.mesh,
         "kept K, V": lambda row: "" if row.key_keep is None else f"{row.key_keep}, {row.value_keep} of {row.head_dim}",
         "first token, ms": lambda row: f"{row.ttft_ms:.1f}",
         "first token to dense": lambda row: ratio(row, rows, "ttft_ms"),

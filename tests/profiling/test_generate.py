@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -137,6 +142,45 @@ def test_commands_name_another_allocator(tmp_path, monkeypatch):
     assert read(tmp_path)[0]["command"].startswith("PYTORCH_CUDA_ALLOC_CONF=backend:cudaMallocAsync python -m ")
 
 
+def test_a_mesh_wants_its_processes(capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert generate.main([*SHORT, "--batch", "1", "--mesh", "tp=2,cp=2"]) == generate.EXIT_MISSING
+    assert "--mesh tp=2,cp=2 takes 4 processes, there are 3: torchrun --nproc-per-node 4" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
+def test_a_mesh_of_processes(tmp_path):
+    command = [sys.executable, "-m", "profiling.generate", *SHORT, "--batch", "1", "--mesh", "tp=2,cp=1"]
+    command += ["--side", "sparse", "--out", str(tmp_path)]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    shared |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    processes = [
+        subprocess.Popen(
+            command,
+            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=300) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    (row,) = read(tmp_path)
+    assert row["mesh"] == "tp=2,cp=1" and row["step_ms"] > 0
+    assert row["command"].startswith("torchrun --nproc-per-node 2 -m profiling.generate --mesh tp=2,cp=1 ")
+    assert (
+        "[1/1]" in outputs[0][1] and "wrote" in outputs[0][0] and outputs[1][0] == "" and "[1/1]" not in outputs[1][1]
+    )
+
+
 def test_a_local_folder(tmp_path):
     models.load(None, "tiny", torch.bfloat16, torch.device("cpu"), 0).save_pretrained(tmp_path / "model")
     assert (
@@ -200,6 +244,9 @@ def test_interrupted_runs_keep_their_rows(tmp_path, monkeypatch, capsys):
         (["--random-config", "llama"], "invalid choice"),
         (["--commit-results", "--device", "cpu"], "--commit-results needs a GPU"),
         (["--commit-results", "--quick"], "without --out and --quick"),
+        (["--mesh", "tp"], "must be as tp=2, cp=4 or tp=2,cp=2, got 'tp'"),
+        (["--mesh", "cp=2,cp=2"], "must be as tp=2, cp=4 or tp=2,cp=2, got 'cp=2,cp=2'"),
+        (["--mesh", "cp=2", "--side", "dense"], "--mesh with cp spreads sparse caches only"),
         (["--sdpa", "default,flash"], "must be of default, no-cudnn, got 'flash'"),
     ],
     ids=str,

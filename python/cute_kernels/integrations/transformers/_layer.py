@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
 from cute_kernels._cache.rows import core_of
+from cute_kernels.distributed import ShardedKVCache
 from cute_kernels.integrations.transformers import _support
 from cute_kernels.integrations.transformers._attention import ForwardPass, NewTokens, dense_attention
 from cute_kernels.kv_cache import KVCache
@@ -31,6 +32,8 @@ class Settings:
     capacity: int | None  # tokens a sequence may have, with memory for all of them from the start; None: grows
     dtype: torch.dtype | None
     backend: str
+    mesh: Any = None  # over which the layer's tokens are spread; None: one device has them all
+    heads_size: int = 1  # ranks that divide the model's heads among them
 
 
 class SparseLayer(CacheLayerMixin):
@@ -43,7 +46,7 @@ class SparseLayer(CacheLayerMixin):
     def __init__(self, settings: Settings) -> None:
         super().__init__()
         self.settings = settings
-        self.kv: KVCache | None = None
+        self.kv: KVCache | ShardedKVCache | None = None
         self.seen = 0
         self._room = 0  # tokens a sequence
         self._made_for: tuple[Any, ...] = ()
@@ -83,17 +86,19 @@ class SparseLayer(CacheLayerMixin):
 
     def reorder_cache(self, beam_idx: list[int] | Tensor) -> None:
         if self.seen:
-            self._filled.reorder(beam_idx)
+            self._here("reorder_cache").reorder(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.seen:
-            self._fit(repeats * self._filled.batch)
-            self._filled.repeat_interleave(repeats)
+            kv = self._here("batch_repeat_interleave")
+            self._fit(kv, repeats * kv.batch)
+            kv.repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: list[int] | Tensor) -> None:
         if self.seen:
-            self._fit(len(indices))
-            self._filled.select(indices)
+            kv = self._here("batch_select_indices")
+            self._fit(kv, len(indices))
+            kv.select(indices)
 
     def crop(self, tokens_to_remove: int) -> None:
         raise NotImplementedError("crop the SparseKVCache, not a layer of it: layers do not know the padding")
@@ -109,14 +114,28 @@ class SparseLayer(CacheLayerMixin):
         """Memory for so many more columns, taken now."""
         if self.kv is None:
             raise RuntimeError("there are no tokens yet that more could follow: run the prompt before reserve")
+        if isinstance(self.kv, ShardedKVCache):  # has the memory for its capacity
+            if self.seen + columns > self.kv.capacity:
+                raise RuntimeError(
+                    f"{self.seen} tokens and {columns} more exceed capacity = {self.kv.capacity} of the SparseKVCache"
+                )
+            return
         self._grow(self.kv, self.seen + columns)
         self.kv.reserve(columns)
+
+    def check_rows_move(self, what: str) -> None:
+        """Raises NotImplementedError for what a cache over a mesh does not have."""
+        if self.settings.mesh is not None:
+            raise NotImplementedError(
+                f"a SparseKVCache over a mesh with 'cp' has no {what}: beams, assisted decoding and masks that take "
+                "tokens back need a cache on one device"
+            )
 
     def cut(self, columns: int, seen: int, lengths: list[int] | None) -> None:
         """Drops the newest columns, which leaves `seen` of them and of each row `lengths` tokens; None: drops as many
         tokens."""
-        if self.kv is not None:
-            self.kv.crop(-columns if lengths is None else lengths)
+        if self.seen:
+            self._here("crop").crop(-columns if lengths is None else lengths)
         self.seen = seen
 
     # ---- What the attention function calls --------------------------------------------------------------------------
@@ -177,8 +196,14 @@ class SparseLayer(CacheLayerMixin):
                 "use another SparseKVCache or reset() this one"
             )
 
-    def _step(self, kv: KVCache, query: Tensor, keys: Tensor, values: Tensor, scaling: float | None) -> Tensor:
-        dtype, backend, core = kv.dtype, self.settings.backend, core_of(kv)
+    def _step(
+        self, kv: KVCache | ShardedKVCache, query: Tensor, keys: Tensor, values: Tensor, scaling: float | None
+    ) -> Tensor:
+        dtype, backend = kv.dtype, self.settings.backend
+        if isinstance(kv, ShardedKVCache):
+            out = kv.step(query.to(dtype), keys.to(dtype), values.to(dtype), scale=scaling, backend=backend)
+            return out.transpose(1, 2).to(query.dtype)
+        core = core_of(kv)
         if query.dtype is dtype and keys.dtype is dtype and values.dtype is dtype:  # Tensor.to takes a microsecond
             return core.step(query, keys, values, scaling, backend, tokens_first=True)
         query_dtype = query.dtype
@@ -187,7 +212,7 @@ class SparseLayer(CacheLayerMixin):
 
     def _prefill(
         self,
-        kv: KVCache,
+        kv: KVCache | ShardedKVCache,
         module: nn.Module,
         query: Tensor,
         keys: Tensor,
@@ -206,7 +231,7 @@ class SparseLayer(CacheLayerMixin):
 
     def _extend(
         self,
-        kv: KVCache,
+        kv: KVCache | ShardedKVCache,
         module: nn.Module,
         query: Tensor,
         keys: Tensor,
@@ -239,11 +264,18 @@ class SparseLayer(CacheLayerMixin):
     # ---- Memory ------------------------------------------------------------------------------------------------------
 
     @property
-    def _filled(self) -> KVCache:
+    def _filled(self) -> KVCache | ShardedKVCache:
         assert self.kv is not None, "there are columns without a cache"
         return self.kv
 
-    def _start(self, keys: Tensor, columns: int) -> KVCache:
+    def _here(self, what: str) -> KVCache:
+        """The tokens, on one device."""
+        self.check_rows_move(what)
+        kv = self._filled
+        assert isinstance(kv, KVCache)
+        return kv
+
+    def _start(self, keys: Tensor, columns: int) -> KVCache | ShardedKVCache:
         """A KVCache for these tokens: heads are counted here, a tensor parallel model has only some of the config's."""
         batch, kv_heads, _, head_dim = keys.shape
         dtype = _support.storage_dtype(self.settings.dtype, keys.dtype)
@@ -252,30 +284,33 @@ class SparseLayer(CacheLayerMixin):
             return self.kv  # after reset()
         self.kv = None  # frees its memory before more is taken
         self._made_for, self._room = made_for, self.settings.capacity or columns + max(HEADROOM, columns // 8)
-        self.kv = KVCache(
-            max_batch=batch,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            dtype=dtype,
-            capacity=self._room,
-            window=self.settings.window,
-            max_append=1,
-            device=keys.device,
-            **self.settings.options,
-        )
+        options = self.settings.options | {
+            "max_batch": batch,
+            "head_dim": head_dim,
+            "dtype": dtype,
+            "capacity": self._room,
+            "window": self.settings.window,
+            "device": keys.device,
+        }
+        if self.settings.mesh is None:
+            self.kv = KVCache(kv_heads=kv_heads, max_append=1, **options)
+        else:
+            options = {name: value for name, value in options.items() if not name.endswith("codec")}  # are dtype's own
+            heads = kv_heads * self.settings.heads_size
+            self.kv = ShardedKVCache(group=self.settings.mesh, kv_heads=heads, **options)
         return self.kv
 
-    def _continue(self, kv: KVCache, keep: list[int] | None, end: int) -> None:
+    def _continue(self, kv: KVCache | ShardedKVCache, keep: list[int] | None, end: int) -> None:
         """A capacity of at least `end` tokens, without the tokens that no longer count."""
         if keep is not None:
-            kv.crop(keep)
+            self._here("crop").crop(keep)
         self._grow(kv, end)
 
-    def _fit(self, batch: int) -> None:
-        if batch > self._filled.max_batch:
-            self._filled.grow(max_batch=batch)
+    def _fit(self, kv: KVCache, batch: int) -> None:
+        if batch > kv.max_batch:
+            kv.grow(max_batch=batch)
 
-    def _grow(self, kv: KVCache, columns: int) -> None:
-        if columns > self._room and self.settings.capacity is None:
+    def _grow(self, kv: KVCache | ShardedKVCache, columns: int) -> None:
+        if columns > self._room and self.settings.capacity is None and isinstance(kv, KVCache):
             self._room = columns + max(HEADROOM, columns // 4)
             kv.grow(capacity=self._room)

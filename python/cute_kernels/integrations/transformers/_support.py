@@ -14,6 +14,7 @@ from cute_kernels._runtime import checks
 from cute_kernels._runtime.backends import check_name, resolve
 from cute_kernels._runtime.extension import _C
 from cute_kernels._runtime.launching import compression_kernels
+from cute_kernels.distributed.ranks import HEADS, Ranks
 
 OLDEST, NEWEST = (5, 0), (5, 17)  # both ends are tested
 
@@ -177,6 +178,25 @@ def check_options(window: Any, capacity: Any, backend: Any) -> None:
     if capacity is not None and checks.integer(capacity, "capacity") < 1:
         raise ValueError(f"capacity must be at least 1, got {capacity}")
     check_name(backend)
+
+
+def check_mesh(mesh: Any, config: Any, capacity: Any) -> tuple[Any, int]:
+    """(mesh over which tokens are spread, or None; ranks that divide the heads)."""
+    if mesh is None:
+        return None, 1
+    kv_heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
+    if getattr(mesh, "mesh_dim_names", None) == (HEADS,):  # the model's own plan divides them
+        if kv_heads % mesh.size():
+            raise ValueError(
+                f"num_key_value_heads must be a multiple of the {mesh.size()} ranks of the mesh's dimension {HEADS!r}, "
+                f"got {kv_heads}"
+            )
+        return None, mesh.size()
+    ranks = Ranks(mesh)
+    ranks.local_heads(kv_heads)
+    if capacity is None:
+        raise ValueError("a SparseKVCache over a mesh with 'cp' takes its memory at once: pass capacity")
+    return mesh, ranks.heads_size
 
 
 def cache_dtype(dtype: Any, model_dtype: torch.dtype | None) -> torch.dtype | None:

@@ -28,6 +28,7 @@ class SparseKVCache(Cache):
         SparseKVCache(model, sparsity=[0.5] * 4 + [0.8] * 28)                 # layer by layer
         SparseKVCache(model, sparsity={layer: 0.7 for layer in range(2, 32)}) # layers 0 and 1 are not pruned
         SparseKVCache(model, sparsity=0.7, value_rule="channel-magnitude")
+        SparseKVCache(model, sparsity=0.7, mesh=mesh, capacity=131072)        # tokens spread over several GPUs
 
     Prompts run through the model's own attention ("sdpa") on dense keys and values and are compressed behind it, layer
     by layer; new tokens attend to the compressed cache and a dense window of the newest tokens. Padding on the left
@@ -56,6 +57,10 @@ class SparseKVCache(Cache):
     dtype: for models that compute in float32: store float16 or bfloat16, to which keys, values and queries are rounded.
         None: as the model computes, which must be float16 or bfloat16 then.
     backend: of `KVCache.attend`.
+    mesh: a DeviceMesh of the dimensions "cp", "tp" or both; every rank runs the model on the same inputs. Along "cp"
+        the tokens of every layer are spread, as by `cute_kernels.distributed.ShardedKVCache`, which needs capacity;
+        prompts run whole on every rank, and samplers need one seed on all of them. No beams, no crop. Along "tp" the
+        model's heads are spread, by its own plan or torch's: the cache takes the heads that come.
 
     Raises TypeError and ValueError here for options that do not fit, and for what the config tells: layers with a
     sliding window or another kind of attention, logit soft-capping, keys and values shared between layers,
@@ -86,6 +91,7 @@ class SparseKVCache(Cache):
         capacity: int | None = None,
         dtype: torch.dtype | None = None,
         backend: str = "auto",
+        mesh: Any = None,
     ) -> None:
         decoder = _support.decoder_config(config)
         layers = _support.check_layers(decoder)
@@ -97,10 +103,14 @@ class SparseKVCache(Cache):
         amounts = {"sparsity": sparsity, "keep": keep, "key_keep": key_keep, "value_keep": value_keep}
         every = _support.layer_options(head_dim, layers, amounts, key_rule, value_rule)
         stored = _support.cache_dtype(dtype, model_dtype)
+        spread, heads_size = _support.check_mesh(mesh, decoder, capacity)
         codecs = {"codec": codec, "key_codec": key_codec, "value_codec": value_codec}
         _support.check_codecs(codecs, stored if dtype is not None else model_dtype)
         super().__init__(
-            layers=[SparseLayer(Settings(own | codecs, head_dim, window, capacity, stored, backend)) for own in every]
+            layers=[
+                SparseLayer(Settings(own | codecs, head_dim, window, capacity, stored, backend, spread, heads_size))
+                for own in every
+            ]
         )
         self._valid: Tensor | None = None  # which columns are tokens: _padding.Columns.valid
         self._hidden_layers = getattr(decoder, "num_hidden_layers", None)
@@ -133,6 +143,11 @@ class SparseKVCache(Cache):
                 "an earlier pass or change of this SparseKVCache failed midway, and its layers may differ: reset() it "
                 "and run the prompt again"
             )
+
+    def _require_one_device(self, what: str) -> None:
+        """Before anything changes."""
+        for layer in self.layers:
+            layer.check_rows_move(what)
 
     @contextmanager
     def _change(self) -> Iterator[None]:
@@ -174,6 +189,7 @@ class SparseKVCache(Cache):
         self.unfinished = False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._require_one_device("reorder_cache")
         rows = beam_idx.tolist()  # once, not in every layer
         with self._change():
             for layer in self.layers:
@@ -182,12 +198,14 @@ class SparseKVCache(Cache):
                 self._valid = self._valid.index_select(0, beam_idx.to(self._valid.device))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        self._require_one_device("batch_repeat_interleave")
         with self._change():
             super().batch_repeat_interleave(repeats)
             if self._valid is not None:
                 self._valid = self._valid.repeat_interleave(repeats, dim=0)
 
     def batch_select_indices(self, indices: Tensor) -> None:
+        self._require_one_device("batch_select_indices")
         if indices.dtype == torch.bool:
             indices = indices.nonzero().flatten()
         rows = indices.tolist()
@@ -205,6 +223,7 @@ class SparseKVCache(Cache):
         left = min(seen, tokens_to_remove) if tokens_to_remove > 0 else max(0, seen + tokens_to_remove)
         if left == seen:
             return
+        self._require_one_device("crop")
         known = self._valid is not None and left < self._valid.shape[1]
         lengths = _padding.tokens_until(self._valid, left) if known else None
         with self._change():
