@@ -2,6 +2,7 @@
 #
 #   VENV    the virtual environment, made when needed; empty: use PYTHON as it is and install nothing
 #   PYTHON  the interpreter (default: python3)
+#   PYTHONS for make wheels: versions such as 3.12, paths of interpreters, or "present" (default: 3.10 to 3.14)
 #   NVCC    1: install nvcc into VENV, for machines without a CUDA toolkit (third_party/nvcc.txt)
 
 VENV = .venv
@@ -11,6 +12,7 @@ SWEEP_ARGS ?=
 TEST_ARGS ?=
 FUZZ_ARGS ?=
 MINUTES ?= 30
+PYTHONS ?=
 
 ifeq ($(strip $(VENV)),)
   PY = $(PYTHON)
@@ -31,7 +33,7 @@ REQUIREMENTS = third_party/requirements.txt third_party/headers.txt third_party/
 # python/ comes first: what is measured and tested is this checkout's package, whatever else is installed.
 export PYTHONPATH := $(CURDIR)/python:$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: help build wheel test fuzz fuzz-sanitize sweep lint format stubs clean
+.PHONY: help build wheel wheels test fuzz fuzz-sanitize sweep lint format stubs clean
 .DEFAULT_GOAL := help
 
 help:
@@ -41,6 +43,7 @@ help:
 	@echo "make sweep   build in place and measure against the peers (SWEEP_ARGS: its arguments, such as --help)"
 	@echo "make build   build the extension in place"
 	@echo "make wheel   build a wheel for VENV's Python in dist/, tagged manylinux, and check it"
+	@echo "make wheels  wheels for CPython 3.10 to 3.14; PYTHONS: others, or 'present' for those that are here"
 	@echo "make lint    check formatting, style and types, as CI does; needs no build"
 	@echo "make format  rewrite the sources as make lint wants them"
 	@echo "make stubs   build in place and rewrite the extension's stub file"
@@ -58,6 +61,9 @@ wheel: $(WHEEL_ENVIRONMENT)
 	PATH="$(dir $(PY)):$$PATH" $(PY) -m auditwheel repair --strip --wheel-dir build/wheel/tagged build/wheel/*.whl
 	$(PY) -m third_party.wheels build/wheel/tagged/*.whl
 	mkdir -p dist && mv build/wheel/tagged/*.whl dist/
+
+wheels: $(WHEEL_ENVIRONMENT)
+	PATH="$(dir $(PY)):$$PATH" $(PY) -m third_party.build_wheels $(PYTHONS)
 
 test: build
 	$(PY) -m pytest tests $(TEST_ARGS)

@@ -39,6 +39,7 @@ from third_party.cutlass import find_cutlass  # noqa: E402
 from third_party.tools import find_ninja, find_pybind11  # noqa: E402
 
 LIBRARY = "cute_kernels"  # the folder of the C++ library
+BINDINGS = "bindings"  # its folder that includes Python's headers; all others serve every Python
 COMMON_FLAGS = ["-O3", "-std=c++17", "-DNDEBUG"]
 CXX_FLAGS = [*COMMON_FLAGS, "-fPIC", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra"]
 NVCC_FLAGS = [
@@ -140,7 +141,7 @@ def ninja_value(words: Iterable[str | Path]) -> str:
 
 
 class NinjaBuildExt(build_ext):
-    """Writes build/<platform>/build.ninja and runs it, then puts the module where setuptools wants it."""
+    """Writes two files for ninja and runs them, then puts the module where setuptools wants it."""
 
     def run(self) -> None:
         try:
@@ -151,15 +152,21 @@ class NinjaBuildExt(build_ext):
     def build_extension(self, ext: Extension) -> None:
         if not sys.platform.startswith("linux"):
             raise BuildError(f"cute_kernels builds on Linux only, not on {sys.platform}")
-        ninja = find_ninja()
         ending = "-sanitize" if sanitizers(os.environ) else ""
-        folder = Path("build", f"{sysconfig.get_platform()}-{sys.implementation.cache_tag}{ending}")
-        module = folder / "_C.so"
-        build_file = folder / "build.ninja"
-        (ROOT / folder).mkdir(parents=True, exist_ok=True)
-        (ROOT / build_file).write_text(self.build_statements(folder, module), encoding="utf-8")
+        shared = Path("build", sysconfig.get_platform() + ending)
+        own = Path("build", f"{sysconfig.get_platform()}-{sys.implementation.cache_tag}{ending}")
+        for build_file, text in self.build_files(shared, own).items():
+            (ROOT / build_file).parent.mkdir(parents=True, exist_ok=True)
+            (ROOT / build_file).write_text(text, encoding="utf-8")
+            self.run_ninja(build_file)
 
-        command = [ninja, "-f", str(build_file)]
+        target = Path(self.get_ext_fullpath(ext.name))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.unlink(missing_ok=True)  # never write into a file that a running process has mapped
+        shutil.copy2(ROOT / own / "_C.so", target)
+
+    def run_ninja(self, build_file: Path) -> None:
+        command = [find_ninja(), "-f", str(build_file)]
         if os.environ.get("MAX_JOBS"):
             command += ["-j", os.environ["MAX_JOBS"]]
         if self.verbose and self.verbose > 1:
@@ -168,75 +175,90 @@ class NinjaBuildExt(build_ext):
         if status != 0:
             raise BuildError(f"the compilation failed (ninja ended with {status}); its output above says why")
 
-        target = Path(self.get_ext_fullpath(ext.name))
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.unlink(missing_ok=True)  # never write into a file that a running process has mapped
-        shutil.copy2(ROOT / module, target)
-
-    def build_statements(self, folder: Path, module: Path) -> str:
-        """The text of build.ninja; its paths are relative to the root, except those of compilers and headers."""
+    def build_files(self, shared: Path, own: Path) -> dict[Path, str]:
+        """The ninja files to run in this order, relative to the root, and their texts: in `shared` what every Python
+        links, in `own` the bindings and the module `_C.so` of this Python."""
         toolkit, archs = find_cuda()
-        system = [find_cutlass(), *find_headers(toolkit), find_pybind11(), python_include()]
-        includes = ["-I.", *(word for path in system for word in ("-isystem", str(path)))]
-        cxx = shlex.split(os.environ.get("CXX", "")) or ["g++"]
-        if shutil.which(cxx[0]) is None:
-            raise BuildError(f"the C++ compiler {cxx[0]} was not found; install g++ or set CXX")
-        user_flags = shlex.split(os.environ.get("CXXFLAGS", ""))
-        sanitize = [f"-fsanitize={sanitizers(os.environ)}"] if sanitizers(os.environ) else []
-        library_dirs = [f"-L{path}" for path in toolkit.library_dirs] if toolkit else []
+        sources = find_sources(ROOT, archs)
+        headers = [find_cutlass(), *find_headers(toolkit)]
+        of_python = [s for s in sources if s.parts[1] == BINDINGS]
+        rules = toolkit, archs
+        statements, objects = build_statements(shared, [s for s in sources if s not in of_python], headers, *rules)
+        bindings, own_objects = build_statements(own, of_python, [*headers, find_pybind11(), python_include()], *rules)
+        # The bindings are of the baseline, which comes first.
+        module = link_statements(own / "_C.so", [*own_objects, *objects], toolkit)
+        texts = {shared: [*statements, f"default {' '.join(map(ninja_path, objects))}"], own: [*bindings, *module]}
+        return {folder / "build.ninja": "\n".join(lines) + "\n" for folder, lines in texts.items()}
 
-        lines = [
-            "# Written by setup.py.",
-            "ninja_required_version = 1.5",
-            f"builddir = {ninja_path(folder)}",
-            "cxx = " + ninja_value(cxx),
-            "includes = " + ninja_value([*includes, *defines(toolkit, archs)]),
-            "rule cxx",
-            "  command = $cxx -MMD -MF $out.d $includes $flags -c $in -o $out",
+
+def build_statements(
+    folder: Path, sources: list[Path], system: list[Path], toolkit: Toolkit | None, archs: list[Arch]
+) -> tuple[list[str], list[Path]]:
+    """The lines that compile sources into a folder, and their objects. Paths are relative to the root, except those of
+    compilers and headers. system: folders of headers."""
+    includes = ["-I.", *(word for path in system for word in ("-isystem", str(path)))]
+    cxx = shlex.split(os.environ.get("CXX", "")) or ["g++"]
+    if shutil.which(cxx[0]) is None:
+        raise BuildError(f"the C++ compiler {cxx[0]} was not found; install g++ or set CXX")
+    user_flags = shlex.split(os.environ.get("CXXFLAGS", ""))
+    sanitize = [f"-fsanitize={sanitizers(os.environ)}"] if sanitizers(os.environ) else []
+
+    lines = [
+        "# Written by setup.py.",
+        "ninja_required_version = 1.5",
+        f"builddir = {ninja_path(folder)}",
+        "cxx = " + ninja_value(cxx),
+        "includes = " + ninja_value([*includes, *defines(toolkit, archs)]),
+        "rule cxx",
+        "  command = $cxx -MMD -MF $out.d $includes $flags -c $in -o $out",
+        "  depfile = $out.d",
+        "  deps = gcc",
+        "  description = CXX $in",
+    ]
+    if toolkit:
+        # nvcc hands the last word to its host passes: a launcher such as ccache has no place there.
+        host_compiler = ["-ccbin", cxx[-1]] if os.environ.get("CXX") else []
+        lines += [
+            "nvcc = " + ninja_value([toolkit.nvcc, *host_compiler]),
+            "rule nvcc",
+            "  command = $nvcc -MD -MF $out.d $includes $flags -c $in -o $out",
             "  depfile = $out.d",
             "  deps = gcc",
-            "  description = CXX $in",
-            "rule link",
-            "  command = $cxx $in -o $out $flags",
-            "  description = LINK $out",
+            "  description = NVCC $in",
         ]
-        if toolkit:
-            # nvcc hands the last word to its host passes: a launcher such as ccache has no place there.
-            host_compiler = ["-ccbin", cxx[-1]] if os.environ.get("CXX") else []
+    objects = []
+    for source in sources:
+        if source.suffix == ".cu":
+            rule, flags = "nvcc", [*NVCC_FLAGS, *gencode_flags(source, archs)]
+        else:
+            rule, flags = "cxx", [*CXX_FLAGS, *isa_flags(source)]
+            flags += [*(SANITIZE_FLAGS if sanitize else []), *sanitize, *user_flags]
+        for name, macros in compilations(ROOT, source):
+            objects.append(folder / name)
             lines += [
-                "nvcc = " + ninja_value([toolkit.nvcc, *host_compiler]),
-                "rule nvcc",
-                "  command = $nvcc -MD -MF $out.d $includes $flags -c $in -o $out",
-                "  depfile = $out.d",
-                "  deps = gcc",
-                "  description = NVCC $in",
+                f"build {ninja_path(objects[-1])}: {rule} {ninja_path(source)}",
+                "  flags = " + ninja_value([*flags, *macros]),
             ]
-        objects = []
-        for source in find_sources(ROOT, archs):
-            if source.suffix == ".cu":
-                rule, flags = "nvcc", [*NVCC_FLAGS, *gencode_flags(source, archs)]
-            else:
-                rule, flags = "cxx", [*CXX_FLAGS, *isa_flags(source)]
-                flags += [*(SANITIZE_FLAGS if sanitize else []), *sanitize, *user_flags]
-            for name, macros in compilations(ROOT, source):
-                objects.append(folder / name)
-                lines += [
-                    f"build {ninja_path(objects[-1])}: {rule} {ninja_path(source)}",
-                    "  flags = " + ninja_value([*flags, *macros]),
-                ]
-        link_flags = [
-            *LINK_FLAGS,
-            *library_dirs,
-            *(CUDA_LIBRARIES if toolkit else []),
-            *sanitize,
-            *shlex.split(os.environ.get("LDFLAGS", "")),
-        ]
-        lines += [
-            f"build {ninja_path(module)}: link {' '.join(ninja_path(o) for o in objects)}",
-            "  flags = " + ninja_value(link_flags),
-            f"default {ninja_path(module)}",
-        ]
-        return "\n".join(lines) + "\n"
+    return lines, objects
+
+
+def link_statements(module: Path, objects: list[Path], toolkit: Toolkit | None) -> list[str]:
+    sanitize = [f"-fsanitize={sanitizers(os.environ)}"] if sanitizers(os.environ) else []
+    link_flags = [
+        *LINK_FLAGS,
+        *([f"-L{path}" for path in toolkit.library_dirs] if toolkit else []),
+        *(CUDA_LIBRARIES if toolkit else []),
+        *sanitize,
+        *shlex.split(os.environ.get("LDFLAGS", "")),
+    ]
+    return [
+        "rule link",
+        "  command = $cxx $in -o $out $flags",
+        "  description = LINK $out",
+        f"build {ninja_path(module)}: link {' '.join(ninja_path(o) for o in objects)}",
+        "  flags = " + ninja_value(link_flags),
+        f"default {ninja_path(module)}",
+    ]
 
 
 if __name__ == "__main__":

@@ -307,15 +307,36 @@ def test_build_files_name_no_path_of_a_machine():
         assert found <= allowed, f"{file.name}: {found - allowed}"
 
 
+def test_what_does_not_know_python_is_compiled_for_all_of_them(setup_py, monkeypatch):
+    monkeypatch.setenv("CUTE_KERNELS_CUDA", "0")
+    extension = setup_py.NinjaBuildExt(setuptools.Distribution())
+    files = extension.build_files(Path("build/all"), Path("build/own"))
+    every, own = files.values()
+    assert [str(path) for path in files] == ["build/all/build.ninja", "build/own/build.ninja"]
+    python = str(setup_py.python_include())
+    assert python in own and python not in every and "pybind11" not in every
+    compiled = re.findall(r"^build (\S+): cxx (\S+)$", every + own, re.MULTILINE)
+    assert {source for _, source in compiled} == {str(source) for source in setup_py.find_sources(ROOT, [])}
+    assert all(object_.startswith("build/own/") == ("/bindings/" in source) for object_, source in compiled)
+    (linked,) = re.findall(r"^build build/own/_C.so: link (.*)$", own, re.MULTILINE)
+    assert sorted(linked.split()) == sorted(object_ for object_, _ in compiled)
+    library = [path for path in (ROOT / "cute_kernels").rglob("*.[chd]*") if path.parent.name != "bindings"]
+    assert len(library) > 50 and not [path for path in library if re.search(r"pybind11/|Python\.h", path.read_text())]
+
+
 @pytest.mark.parametrize("names", ["address", "address,undefined"])
 def test_sanitizers_compile_and_link_the_cpu_backend_apart(setup_py, monkeypatch, names):
     for variable, value in (("CUTE_KERNELS_CUDA", "0"), ("CUTE_KERNELS_SANITIZE", names)):
         monkeypatch.setenv(variable, value)
     assert setup_py.sanitizers(os.environ) == names
-    text = setup_py.NinjaBuildExt(setuptools.Distribution()).build_statements(Path("build"), Path("build/_C.so"))
-    flags = re.findall(r"^build (.*): .*\n  flags = (.*)$", text, re.MULTILINE)
+    files = setup_py.NinjaBuildExt(setuptools.Distribution()).build_files(Path("build"), Path("build/own"))
+    flags = [
+        found
+        for text in files.values()
+        for found in re.findall(r"^build (.*): .*\n  flags = (.*)$", text, re.MULTILINE)
+    ]
     assert len(flags) > 10 and all(f"-fsanitize={names}" in words for _, words in flags)
-    assert all(("-O1" in words) == (output != "build/_C.so") for output, words in flags)
+    assert all(("-O1" in words) == (output != "build/own/_C.so") for output, words in flags)
     monkeypatch.delenv("CUTE_KERNELS_SANITIZE")
     assert setup_py.sanitizers(os.environ) == ""
 
@@ -341,7 +362,19 @@ def make(*arguments: str) -> str:
 def test_make_help():
     said = make()
     assert said == make("help")
-    for target in ("test", "fuzz", "fuzz-sanitize", "sweep", "build", "wheel", "lint", "format", "stubs", "clean"):
+    for target in (
+        "test",
+        "fuzz",
+        "fuzz-sanitize",
+        "sweep",
+        "build",
+        "wheel",
+        "wheels",
+        "lint",
+        "format",
+        "stubs",
+        "clean",
+    ):
         assert re.search(rf"^make {target}\b", said, re.MULTILINE)
 
 
