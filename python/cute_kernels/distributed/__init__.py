@@ -8,7 +8,8 @@
 
 Tiles of 64 tokens go round to the ranks of a `torch.distributed` group, one each; the dense window of the newest tokens
 is attended to by the first rank. Every rank attends to its own tokens, and outputs are merged by their log-sum-exps
-(`merge_states`), so that a step moves the outputs between ranks and no keys or values.
+(`merge_states`), so that a step moves the outputs between ranks and no keys or values. A mesh of two dimensions divides
+the heads, too.
 """
 
 from __future__ import annotations
