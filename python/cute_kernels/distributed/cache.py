@@ -390,7 +390,7 @@ class ShardedKVCache:
         out, lse = q.new_empty(*q.shape), q.new_empty(*q.shape[:3], dtype=torch.float32)
         if out.numel():
             q = checks.plain(q)
-            launch_problem(shard.problem(q, scale, causal), q, out, lse, name, lengths=shard.own_lengths())
+            launch_problem(shard.own_problem(q, scale, causal), q, out, lse, name, lengths=shard.own_lengths())
         return out, lse
 
     def _own(self, row: int) -> tuple[Tensor, Tensor]:

@@ -57,7 +57,7 @@ class Shard(CacheStorage):
         tiles = (self.lengths // TILE + (self.ranks - 1 - self.rank)) // self.ranks
         return tiles * TILE
 
-    def problem(self, q: Tensor, scale: float, causal: bool = True) -> _C.AttentionProblem:
+    def own_problem(self, q: Tensor, scale: float, causal: bool) -> _C.AttentionProblem:
         """Attention of queries like q over this rank's tokens, for `own_lengths`."""
         wanted = q.shape, q.stride(), scale, causal
         known, problem = self._problem
