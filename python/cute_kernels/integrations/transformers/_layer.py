@@ -37,7 +37,11 @@ class Settings:
 
 
 class SparseLayer(CacheLayerMixin):
-    """Keys and values of one layer; seen: columns so far, padding included."""
+    """Keys and values of one layer.
+
+    seen: columns so far, padding and evicted tokens included. evicted: of these, tokens that the layer does not have,
+    as many in every row.
+    """
 
     is_compileable = False
     is_sliding = False
@@ -47,7 +51,7 @@ class SparseLayer(CacheLayerMixin):
         super().__init__()
         self.settings = settings
         self.kv: KVCache | ShardedKVCache | None = None
-        self.seen = 0
+        self.seen = self.evicted = 0
         self._room = 0  # tokens a sequence
         self._made_for: tuple[Any, ...] = ()
 
@@ -80,7 +84,7 @@ class SparseLayer(CacheLayerMixin):
         return -1 if self.kv is None else self.kv.batch
 
     def reset(self) -> None:
-        self.seen = 0
+        self.seen = self.evicted = 0
         if self.kv is not None:
             self.kv.reset()
 
@@ -110,6 +114,21 @@ class SparseLayer(CacheLayerMixin):
 
     # ---- What the cache calls ---------------------------------------------------------------------------------------
 
+    def fill(self, keys: Tensor, values: Tensor, seen: int, valid: Tensor | None) -> None:
+        """Takes the tokens of a dense layer, (B, Hkv, T, D) each, that stand for `seen` columns; T < seen: the others
+        were evicted. valid: (B, T) bool, which of them are tokens; None: all."""
+        kv = self._start(keys, keys.shape[2])
+        # A view may have its channels apart, which the kernels do not read.
+        keys, values = ((x if x.stride(3) == 1 else x.contiguous()).to(kv.dtype) for x in (keys, values))
+        if valid is None or bool((valid[:, 1:] >= valid[:, :-1]).all()):
+            kv.prefill(keys, values, lengths=None if valid is None else valid.sum(1).tolist())
+        else:  # several turns with padding between them
+            kv.prefill(keys[:, :, :0], values[:, :, :0])  # takes the rows into use
+            for row, columns in enumerate(valid):
+                index = columns.nonzero().flatten().to(keys.device)
+                kv.prefill(keys[row : row + 1, :, index], values[row : row + 1, :, index], sequences=[row])
+        self.seen, self.evicted = seen, seen - keys.shape[2]
+
     def reserve(self, columns: int) -> None:
         """Memory for so many more columns, taken now."""
         if self.kv is None:
@@ -120,7 +139,7 @@ class SparseLayer(CacheLayerMixin):
                     f"{self.seen} tokens and {columns} more exceed capacity = {self.kv.capacity} of the SparseKVCache"
                 )
             return
-        self._grow(self.kv, self.seen + columns)
+        self._grow(self.kv, self.seen + columns - self.evicted)
         self.kv.reserve(columns)
 
     def check_rows_move(self, what: str) -> None:
@@ -132,10 +151,10 @@ class SparseLayer(CacheLayerMixin):
             )
 
     def cut(self, columns: int, seen: int, lengths: list[int] | None) -> None:
-        """Drops the newest columns, which leaves `seen` of them and of each row `lengths` tokens; None: drops as many
-        tokens."""
+        """Drops the newest columns, which leaves `seen` of them and of each row `lengths` tokens, evicted ones counted;
+        None: drops as many tokens."""
         if self.seen:
-            self._here("crop").crop(-columns if lengths is None else lengths)
+            self._here("crop").crop(-columns if lengths is None else self._held(lengths))
         self.seen = seen
 
     # ---- What the attention function calls --------------------------------------------------------------------------
@@ -166,7 +185,7 @@ class SparseLayer(CacheLayerMixin):
         else:
             forward.cache.begin(columns)
             if not first:
-                self._continue(kv, columns.keep, end)
+                self._continue(kv, columns.keep, end - self.evicted)
             if columns.fresh is None and (columns.new == 1 or columns.new <= min(self.settings.window, DIRECT_TOKENS)):
                 out = self._step(kv, query, keys, values, scaling)
             else:
@@ -177,8 +196,9 @@ class SparseLayer(CacheLayerMixin):
     def _check(self, keys: Tensor, values: Tensor, end: int) -> None:
         """Of new tokens after which there are `end` columns; nothing has changed yet."""
         capacity, head_dim = self.settings.capacity, self.settings.head_dim
-        if capacity is not None and end > capacity:
-            raise ValueError(f"{end} tokens exceed capacity = {capacity} of the SparseKVCache")
+        tokens = end - self.evicted
+        if capacity is not None and tokens > capacity:
+            raise ValueError(f"{tokens} tokens exceed capacity = {capacity} of the SparseKVCache")
         if keys.shape[3] != head_dim:
             raise ValueError(
                 f"the SparseKVCache was made for head_dim {head_dim}, got keys of {keys.shape[3]}: make it of the "
@@ -275,6 +295,10 @@ class SparseLayer(CacheLayerMixin):
         assert isinstance(kv, KVCache)
         return kv
 
+    def _held(self, lengths: list[int]) -> list[int]:
+        """Of tokens that count, those that the layer has."""
+        return [length - self.evicted for length in lengths]
+
     def _start(self, keys: Tensor, columns: int) -> KVCache | ShardedKVCache:
         """A KVCache for these tokens: heads are counted here, a tensor parallel model has only some of the config's."""
         batch, kv_heads, _, head_dim = keys.shape
@@ -303,7 +327,7 @@ class SparseLayer(CacheLayerMixin):
     def _continue(self, kv: KVCache | ShardedKVCache, keep: list[int] | None, end: int) -> None:
         """A capacity of at least `end` tokens, without the tokens that no longer count."""
         if keep is not None:
-            self._here("crop").crop(keep)
+            self._here("crop").crop(self._held(keep))
         self._grow(kv, end)
 
     def _fit(self, kv: KVCache, batch: int) -> None:

@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from cute_kernels.integrations.transformers import _padding, _support
+from cute_kernels._runtime import checks
+from cute_kernels.integrations.transformers import _dense, _padding, _support
 from cute_kernels.integrations.transformers._attention import DENSE, NAME, KVLength, TracedLength
 from cute_kernels.integrations.transformers._layer import Settings, SparseLayer
 from cute_kernels.rules import Rule
@@ -29,6 +30,7 @@ class SparseKVCache(Cache):
         SparseKVCache(model, sparsity={layer: 0.7 for layer in range(2, 32)}) # layers 0 and 1 are not pruned
         SparseKVCache(model, sparsity=0.7, value_rule="channel-magnitude")
         SparseKVCache(model, sparsity=0.7, mesh=mesh, capacity=131072)        # tokens spread over several GPUs
+        SparseKVCache.from_cache(dense_cache, model, sparsity=0.7)            # of tokens that were read already
 
     Prompts run through the model's own attention ("sdpa") on dense keys and values and are compressed behind it, layer
     by layer; new tokens attend to the compressed cache and a dense window of the newest tokens. Padding on the left
@@ -113,9 +115,74 @@ class SparseKVCache(Cache):
             ]
         )
         self._valid: Tensor | None = None  # which columns are tokens: _padding.Columns.valid
+        self._fixed = 0  # columns with evicted ones among them, which cannot be taken back
         self._hidden_layers = getattr(decoder, "num_hidden_layers", None)
         self.unfinished = False  # a change has begun and not come to its end: layers may differ
         _switch(decoder)
+
+    @classmethod
+    def from_cache(
+        cls,
+        cache: Cache,
+        config: PreTrainedConfig | PreTrainedModel,
+        *,
+        attention_mask: Tensor | None = None,
+        seq_length: int | None = None,
+        consume: bool = False,
+        **options: Any,
+    ) -> SparseKVCache:
+        """A SparseKVCache of what a DynamicCache holds, from which tokens may have been evicted.
+
+            dense = DynamicCache(config=model.config)
+            model(prompt[:, :-1], past_key_values=dense)
+            sparse = SparseKVCache.from_cache(dense, model, sparsity=0.7, consume=True)
+            model.generate(prompt, past_key_values=sparse)
+
+        Layers may hold different numbers of tokens, all heads and sequences of a layer the same. The cache goes on at
+        the positions after seq_length, whatever was evicted. Evicted tokens cannot be taken back: a crop, or a mask
+        that ends, within the first seq_length columns raises ValueError then.
+
+        cache: its layers have keys and values (B, Hkv, T, D) of float16 or bfloat16, or float32 with `dtype=`.
+        config: the model or its config, as for SparseKVCache. Of the model it is also seen whether a press masks tokens
+            head by head; a config cannot tell.
+        attention_mask: (B, T) of bool or integers, 0 for padding, which does not enter the cache. None: no padding.
+        seq_length: tokens that the model has read. None: as many as the cache holds, which is right where nothing was
+            evicted or a press has moved the keys to the positions that they have now.
+        consume: give the memory of each dense layer back as soon as it is compressed; the dense cache is empty then.
+            False: it stays as it is.
+        options: keyword arguments of SparseKVCache.
+
+        Raises what SparseKVCache raises; TypeError for what is no cache, ValueError for layers that are quantized,
+        sliding, offloaded, without tokens or unlike the model's in number or head_dim, for heads of different lengths,
+        for padding where tokens were evicted, for layers of different lengths without seq_length. All before anything
+        is changed; a failure after that, for lack of memory, leaves a consumed cache without its first layers.
+        """
+        checks.flag(consume, "consume")
+        decoder = _support.decoder_config(config)
+        implementation = decoder._attn_implementation
+        made = cls(config, **options)
+        try:
+            settings = made.layers[0].settings
+            dense = _dense.read(
+                cache,
+                config,
+                layers=len(made.layers),
+                head_dim=settings.head_dim,
+                dtype=settings.dtype,
+                capacity=settings.capacity,
+                attention_mask=attention_mask,
+                seq_length=seq_length,
+            )
+            for source, layer in zip(cache.layers, made.layers):
+                layer.fill(source.keys, source.values, dense.seen, dense.valid)
+                if consume:
+                    _dense.release(source)
+        except BaseException:
+            decoder._attn_implementation = implementation
+            raise
+        made._valid = dense.valid
+        made._fixed = dense.seen if any(layer.evicted for layer in made.layers) else 0
+        return made
 
     # ---- What the mask and attention functions call -----------------------------------------------------------------
 
@@ -130,12 +197,21 @@ class SparseKVCache(Cache):
                 "it of the model that uses it, SparseKVCache(model, ...)"
             )
         seen = self.get_seq_length()
-        return _padding.arrive(self._valid, mask, seen, columns - seen)
+        found = _padding.arrive(self._valid, mask, seen, columns - seen)
+        if found.keep is not None:
+            self._check_cut(min(found.keep))
+        return found
 
     def begin(self, columns: _padding.Columns) -> None:
         """The pass starts to change a layer, which says by `unfinished` when it is done."""
         self.unfinished = True
         self._valid = columns.valid
+
+    def _check_cut(self, left: int) -> None:
+        if left < self._fixed:
+            raise ValueError(
+                f"of the first {self._fixed} columns some were evicted, so they cannot be cut; {left} would be left"
+            )
 
     def _require_finished(self) -> None:
         if self.unfinished or any(layer.seen != self.layers[0].seen for layer in self.layers):
@@ -185,7 +261,7 @@ class SparseKVCache(Cache):
         """No tokens any more; memory stays."""
         self.unfinished = True
         super().reset()
-        self._valid = None
+        self._valid, self._fixed = None, 0
         self.unfinished = False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -224,6 +300,7 @@ class SparseKVCache(Cache):
         if left == seen:
             return
         self._require_one_device("crop")
+        self._check_cut(left)
         known = self._valid is not None and left < self._valid.shape[1]
         lengths = _padding.tokens_until(self._valid, left) if known else None
         with self._change():
