@@ -6,27 +6,21 @@ import pytest
 import torch
 
 from cute_kernels.eval import models
+from tests.support import tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A tiny random Llama and a tokenizer of characters, in Hugging Face's format."""
     transformers = pytest.importorskip("transformers", reason="needs the extra eval")
-    from tokenizers import Tokenizer, decoders, pre_tokenizers
-    from tokenizers.models import WordLevel
-
     path = tmp_path_factory.mktemp("model")
-    characters = ["<s>", "</s>", "<unk>", *map(chr, range(32, 127)), "\n"]
-    tokenizer = Tokenizer(WordLevel({c: i for i, c in enumerate(characters)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
-    names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
+    fast = tiny_tokenizer.make()
     fast.chat_template = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% endfor %}:"
     fast.save_pretrained(path)
     config = transformers.LlamaConfig(
-        vocab_size=len(characters), hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=512, bos_token_id=0, eos_token_id=1,
-        initializer_range=0.5,
+        vocab_size=len(tiny_tokenizer.CHARACTERS), hidden_size=32, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=512, bos_token_id=0,
+        eos_token_id=1, initializer_range=0.5,
     )  # fmt: skip
     torch.manual_seed(0)
     transformers.LlamaForCausalLM(config).save_pretrained(path)

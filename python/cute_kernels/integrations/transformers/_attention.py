@@ -161,10 +161,17 @@ def attention(
 
 
 def dense_attention(
-    module: nn.Module, query: Tensor, key: Any, value: Any, attention_mask: Tensor | None, **kwargs: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Any,
+    value: Any,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    **kwargs: Any,
 ) -> tuple[Tensor, Any]:
     function: Callable[..., tuple[Tensor, Any]] = ALL_ATTENTION_FUNCTIONS[DENSE]
-    return function(module, query, key, value, attention_mask, **kwargs)
+    # By name always: what others register in its place, such as kvpress, need not have a default.
+    return function(module, query, key, value, attention_mask, dropout=dropout, **kwargs)
 
 
 def _check_option(name: str, found: Any) -> None:
@@ -178,6 +185,14 @@ def _check_option(name: str, found: Any) -> None:
 def _describe(found: Any) -> str:
     shape = getattr(found, "shape", None)
     return repr(found) if shape is None else f"a tensor of shape {tuple(shape)}"
+
+
+def register() -> None:
+    """The function of this module stands under its name, also where another library has wrapped it: kvpress, when it is
+    imported, wraps every attention function in one that reads the shape of the keys, which a SparseKVCache does not
+    hand over. The model's own attention stays wrapped."""
+    if ALL_ATTENTION_FUNCTIONS[NAME] is not attention:
+        ALL_ATTENTION_FUNCTIONS[NAME] = attention
 
 
 AttentionInterface.register(NAME, attention)

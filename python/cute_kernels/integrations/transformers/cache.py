@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache
 
 from cute_kernels._runtime import checks
 from cute_kernels.integrations.transformers import _dense, _padding, _support
-from cute_kernels.integrations.transformers._attention import DENSE, NAME, KVLength, TracedLength
+from cute_kernels.integrations.transformers._attention import DENSE, NAME, KVLength, TracedLength, register
 from cute_kernels.integrations.transformers._layer import Settings, SparseLayer
 from cute_kernels.rules import Rule
 
@@ -334,6 +334,7 @@ class SparseKVCache(Cache):
 
 def _switch(config: Any) -> None:
     """Sets the attention implementation; raises ValueError where that would change the model's own attention."""
+    register()
     found = config._attn_implementation
     if found == NAME:
         return
