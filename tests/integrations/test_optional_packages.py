@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("transformers", reason="Transformers is not installed")
 
 
-@pytest.mark.parametrize("package, module", [("kvpress", "kvpress")])
+@pytest.mark.parametrize("package, module", [("kvpress", "kvpress"), ("lm_eval", "lm_eval")])
 def test_a_package_that_is_not_installed(package, module, monkeypatch):
     name = f"cute_kernels.integrations.{module}"
     for loaded in [each for each in sys.modules if each.startswith(name)]:

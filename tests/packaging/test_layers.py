@@ -38,7 +38,7 @@ LIBRARY_LAYERS = (
     {"bindings"},
 )
 OTHERS_NAMES = {"_attn_implementation"}  # of Transformers' configs
-EXTRAS = {"kvpress", "transformers"}  # what modules may import that the package does not require
+EXTRAS = {"kvpress", "lm_eval", "transformers"}  # what modules may import that the package does not require
 
 MODULES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix("__init__").rstrip("."): path
