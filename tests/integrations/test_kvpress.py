@@ -21,6 +21,7 @@ from kvpress import (
     KeyRerotationPress,
     KnormPress,
     KVPressTextGenerationPipeline,
+    ObservedAttentionPress,
     PyramidKVPress,
     SnapKVPress,
     StreamingLLMPress,
@@ -252,6 +253,21 @@ def test_generate_after_a_press(rng):
     answer = model.generate(torch.cat([ids, question], dim=1), past_key_values=cache, max_new_tokens=90)
     assert answer.shape == (2, CONTEXT + 97) and cache.get_seq_length() == CONTEXT + 96
     assert cache.layers[1].kv.lengths.tolist() == [CONTEXT // 2 + 96] * 2
+
+
+def test_heavy_hitters_of_eager_attention(rng):
+    """H2O wants attention weights, which sdpa does not give: the prompt is read eagerly, what follows is not."""
+    model, ids, question = make(), context(2), torch.randint(1, 89, (2, 9))
+    model.set_attn_implementation("eager")
+    dense = read(model, ids, ObservedAttentionPress(compression_ratio=0.5))
+    model.set_attn_implementation("sdpa")
+    cache = SparseKVCache.from_cache(dense, model, seq_length=CONTEXT, **KEPT)
+    with torch.no_grad():
+        got = model(question, past_key_values=cache).logits
+        positions = torch.arange(CONTEXT, CONTEXT + 9)[None]
+        expected = model(question, past_key_values=dense, position_ids=positions).logits
+    assert cache.layers[1].kv.lengths.tolist() == [CONTEXT // 2 + 9] * 2
+    assert (got - expected).norm() / expected.norm() < 5e-3
 
 
 def test_kvpress_may_be_imported_last(rng, monkeypatch):
