@@ -42,7 +42,8 @@ Window make_window(uintptr_t keys, uintptr_t values, Strides const& key_strides,
 
 // Everything but the pointers that change from call to call: q, sequences, lengths, out and lse.
 Problem make_problem(SparseView const& keys, SparseView const& values, std::optional<Window> const& window,
-                     QueryShape const& q_shape, Strides const& q_strides, float scale, bool causal, int num_splits) {
+                     QueryShape const& q_shape, Strides const& q_strides, float scale, bool causal, int num_splits,
+                     std::pair<int, int64_t> expected) {
   Problem problem{};
   problem.keys = keys;
   problem.values = values;
@@ -54,6 +55,7 @@ Problem make_problem(SparseView const& keys, SparseView const& values, std::opti
   problem.scale = scale;
   problem.causal = causal;
   problem.num_splits = num_splits;
+  problem.expected = {expected.first, expected.second};
   return problem;
 }
 
@@ -145,7 +147,7 @@ void bind_attention(py::module_& m) {
   py::class_<Problem>(m, "AttentionProblem",
                       "What calls of attention have in common: caches, window, how queries lie, options; owns nothing")
       .def(py::init(&make_problem), "keys"_a, "values"_a, "window"_a.none(true), "q_shape"_a, "q_strides"_a, "scale"_a,
-           "causal"_a, "num_splits"_a);
+           "causal"_a, "num_splits"_a, "expected"_a);
 
   m.attr("cpu").cast<py::module_>().def("attention", &cpu_attention, "problem"_a, "q"_a, "sequences"_a, "lengths"_a,
                                         "out"_a, "lse"_a, "threads"_a);

@@ -12,6 +12,7 @@
 #include "cute_kernels/compress/pages.hpp"
 #include "cute_kernels/compress/tile_kernel.hpp"
 #include "cute_kernels/compress/trim.hpp"
+#include "cute_kernels/pipeline/launch.hpp"
 
 namespace cute_kernels::compress {
 namespace {
@@ -197,6 +198,7 @@ template <int HeadDim>
 __global__ void __launch_bounds__(AppendShape<HeadDim>::kThreads) append_kernel(AppendArguments const a) {
   extern __shared__ __align__(128) uint8_t memory[];
   __shared__ AppendShared shared;
+  ptx::wait_for_primary();  // and lets no dependent begin before it ends: attention was slower on CTAs set up early
   using Shape = AppendShape<HeadDim>;
   DenseView const& x = a.x[0];
   int kv_heads = x.kv_heads, kv_head = blockIdx.x % kv_heads, vectors = x.head_dim / kVectorValues;  // of a token
@@ -219,16 +221,10 @@ __global__ void __launch_bounds__(AppendShape<HeadDim>::kThreads) append_kernel(
   bool fits = state.fits(a.windows);
   int64_t head = int64_t{sequence} * kv_heads + kv_head, window = head * a.windows.capacity * x.head_dim;
   uint16_t *keys = a.windows.keys + window, *values = a.windows.values + window;
-  while (fits && i < count) {
-    int cache = i >= count / kCaches, j = cache ? i - count / kCaches : i;
-    *reinterpret_cast<uint4*>((cache ? values : keys) + state.held * x.head_dim + j * kVectorValues) = vector;
-    i += Shape::kThreads;
-    if (i < count) vector = load(i);
-  }
-
-  // The last head to arrive updates the sequence's state and resets the counter.
+  // The last head to arrive updates the sequence's state and resets the counter: all have read it then. In a warp that
+  // has nothing to copy for a token or two.
   __syncthreads();
-  if (threadIdx.x == 0) {
+  if (threadIdx.x == Shape::kThreads - 1) {
     __threadfence();
     if (atomicAdd(a.windows.arrivals + sequence, 1) == kv_heads - 1) {
       a.windows.arrivals[sequence] = 0;
@@ -240,7 +236,14 @@ __global__ void __launch_bounds__(AppendShape<HeadDim>::kThreads) append_kernel(
       }
     }
   }
+  while (fits && i < count) {
+    int cache = i >= count / kCaches, j = cache ? i - count / kCaches : i;
+    *reinterpret_cast<uint4*>((cache ? values : keys) + state.held * x.head_dim + j * kVectorValues) = vector;
+    i += Shape::kThreads;
+    if (i < count) vector = load(i);
+  }
   if (!fits || !state.stores) return;
+  __syncthreads();  // the window is complete
   store_oldest<HeadDim>(a, memory, shared, head, keys, values, state);
 
   // The remaining tokens move to the front, 64 at a time: what is overwritten has been read before.
@@ -267,8 +270,8 @@ void launch_append(AppendArguments& a, int keep, unsigned ctas, cudaStream_t str
   a.part_bytes = Shape::part_bytes(a.staged_rows);
   int bytes = kCaches * a.part_bytes;
   allow_shared_bytes(append_kernel<HeadDim>, bytes);
-  append_kernel<HeadDim><<<ctas, Shape::kThreads, bytes, stream>>>(a);
-  check_cuda(cudaGetLastError(), "launch of append");
+  pipeline::launch_dependent(append_kernel<HeadDim>, ctas, Shape::kThreads, bytes, current_device().programmatic_launch,
+                             stream, a);
 }
 
 }  // namespace

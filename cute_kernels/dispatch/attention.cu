@@ -21,10 +21,10 @@ WindowAccess window_access(attention::Problem const& problem) {
   };
   attention::Window const& window = problem.window;
   int head_dim = problem.keys.head_dim;
-  bool vectorized =
-      head_dim % 8 == 0 && in_vectors(window.keys, window.key_strides) && in_vectors(problem.q, problem.q_strides);
+  bool vectorized = head_dim % 8 == 0 && in_vectors(window.keys, window.key_strides) &&
+                    in_vectors(window.values, window.value_strides);
   bool contiguous = window.key_strides[2] == head_dim && window.value_strides[2] == head_dim;
-  return {vectorized, vectorized && contiguous && in_vectors(window.values, window.value_strides)};
+  return {vectorized, vectorized && contiguous};
 }
 
 void check_sizes(attention::Problem const& problem, int64_t cost) {
@@ -60,19 +60,28 @@ int64_t describe_work(attention::Problem const& problem, int row_blocks, schedul
 void partition_work(pipeline::Config const& config, int64_t cost, schedule::Params& schedule) {
   schedule.workers = config.workers;
   schedule.by_work_tile = config.splits_per_work_tile > 0;
+  schedule.in_cluster = config.in_cluster;
   int splits = schedule.by_work_tile ? config.splits_per_work_tile : config.ctas * config.workers;
   schedule.splits = cutlass::FastDivmod(splits);
-  int total = static_cast<int>(cost),
-      window_tiles = static_cast<int>(schedule::window_tiles_of(schedule.window_tokens));
-  if (schedule.by_work_tile) {
-    int tiles = static_cast<int>(schedule::tiles_of(schedule.tokens));
-    schedule.window_tile_cost = schedule::window_tile_cost(tiles, window_tiles, splits);
-    total = tiles + schedule.window_tile_cost * window_tiles;
-  }
+  int total = schedule.by_work_tile ? schedule.tiles_per_work_tile.divisor : static_cast<int>(cost);
   schedule.partition = schedule::make_partition(total, schedule.splits);
-  schedule::WorkTilePartition work_tile{schedule.splits, schedule.partition, window_tiles, schedule.window_tile_cost};
-  schedule.longest_split = schedule.by_work_tile ? work_tile.longest() : schedule.partition.longest();
+  schedule.longest_split = schedule.partition.longest();
 }
+
+// Compressed tiles that a plan is made for: all, or those that the host expects where lengths are on the device.
+struct ExpectedTiles {
+  bool known;
+  int64_t longest, all;  // of the longest work tile, and of all of them together
+
+  ExpectedTiles(attention::Problem const& problem, schedule::Params const& schedule) {
+    attention::ExpectedLengths const& expected = problem.expected;
+    known = !schedule.variable_length || expected.longest > 0;
+    bool all_count = !schedule.variable_length || !known;
+    longest = schedule::tiles_of(all_count ? schedule.tokens : std::min(expected.longest, schedule.tokens));
+    all = all_count ? schedule.work_tiles() * longest
+                    : schedule.work_tiles_per_row.divisor * schedule::tiles_of(expected.sum);
+  }
+};
 
 void run_with(Kernels<Params> const& kernels, attention::Problem const& problem, Workspace const& workspace,
               DeviceLimits const& device, Tuning const& tuning, cudaStream_t stream) {
@@ -97,23 +106,27 @@ void run_with(Kernels<Params> const& kernels, attention::Problem const& problem,
   pipeline::KernelLimits limits = kernels.launcher.limits(keys.codec, n);
   params.schedule_bytes = schedule::shared_bytes(schedule.variable_length, problem.batch);
   limits.fixed_shared_bytes += params.schedule_bytes;
-  if (schedule.variable_length) limits.thin_work = pipeline::ThinWork::kDown;  // more splits were slower
+  ExpectedTiles expected(problem, schedule);
+  if (!expected.known) limits.thin_work = pipeline::ThinWork::kDown;  // more splits were slower
   WindowAccess access = window_access(problem);
   params.window_vectorized = access.vectorized;
   bool has_window = problem.window.tokens > 0;
-  // By producers, with bulk copies. Work tiles without any token read an empty stage too.
-  params.window_staged = !has_window || (access.staged && limits.one_ring);
-  if (has_window && params.window_staged)
-    limits.min_block_bytes = std::max(limits.min_block_bytes, schedule::kWindowTileTokens * keys.head_dim * 2);
-  int64_t work_tiles = schedule.work_tiles();
+  // Work tiles without any token read an empty stage too.
+  params.window_staged = !has_window || access.staged;
+  if (has_window) {
+    int bytes = schedule::kWindowTileTokens * attention::window_row_elements(keys.head_dim) * 2;
+    limits.min_block_bytes = std::max(limits.min_block_bytes, bytes);
+  }
+  int64_t work_tiles = schedule.work_tiles(), window_tiles = schedule::window_tiles_of(problem.window.tokens);
+  int64_t tiles = std::max(work_tiles, expected.all + work_tiles * window_tiles);
   Plan plan = choose_plan(device, limits, n, schedule.rows, std::max(keys.max_tile_rows, values.max_tile_rows),
-                          attention::kStageOrders * attention::kOrderBytes, 0,
-                          work_tiles * schedule.tiles_per_work_tile.divisor, tuning);
+                          attention::kStageOrders * attention::kOrderBytes, 0, tiles, tuning);
+  int longest = static_cast<int>(std::max<int64_t>(1, expected.longest + window_tiles));
   if (problem.num_splits > 0)
     plan.config.ctas = static_cast<int>(std::min<int64_t>(plan.config.ctas, problem.num_splits * work_tiles));
-  else if (limits.combines_in_cluster && !schedule.variable_length && keys.tokens > 0)
-    partition_by_work_tile(device, static_cast<int>(work_tiles), static_cast<int>(schedule::tiles_of(keys.tokens)),
-                           plan.config);
+  else if (limits.combines_in_cluster && expected.known &&
+           !partition_in_clusters(device, static_cast<int>(work_tiles), longest, tiles, plan.config))
+    partition_by_work_tile(static_cast<int>(work_tiles), longest, tiles, plan.config);
   partition_work(plan.config, cost, schedule);
   params.stages = plan.stages;
   params.output.out = problem.out;
@@ -121,7 +134,7 @@ void run_with(Kernels<Params> const& kernels, attention::Problem const& problem,
   params.output.channel_order = values.channel_order;
   params.output.head_dim = values.head_dim;
   params.output.vectors = reduce::partial_vectors(schedule.rows);
-  if (!schedule.by_work_tile) {
+  if (!schedule.in_cluster) {
     int64_t partials = reduce::place_partials(schedule, plan.config.summed_splits, params.output);
     params.output.partials = workspace(partials * attention::partial_bytes(n, keys.padded_head_dim));
   }

@@ -88,26 +88,37 @@ inline Plan choose_plan(DeviceLimits const& device, pipeline::KernelLimits const
 
 // Where it is about as even, partitions every work tile rather than the whole schedule, such that the CTAs of a cluster
 // have all splits of their work tiles: that saves partials and the kernel that combines them, worth about
-// kTilesOfCombine tiles of an SM.
+// kTilesOfCombine tiles of an SM. Returns whether it did. longest: tiles of the longest work tile; tiles: of all of them.
 inline constexpr int kTilesOfCombine = 8;
 
-inline void partition_by_work_tile(DeviceLimits const& device, int work_tiles, int tiles_per_work_tile,
-                                   pipeline::Config& config) {
+inline bool partition_in_clusters(DeviceLimits const& device, int work_tiles, int longest, int64_t tiles,
+                                  pipeline::Config& config) {
   auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
   int workers = config.workers;
-  int64_t tiles = int64_t{work_tiles} * tiles_per_work_tile, longest = ceil_div(tiles, int64_t{config.ctas} * workers);
+  int64_t even = ceil_div(tiles, int64_t{config.ctas} * workers);  // tiles of a split of the whole schedule
   auto try_splits = [&](int splits, int cluster, int max_clusters) {
     int64_t ctas = int64_t{work_tiles} * splits / workers;
-    bool fits = splits <= tiles_per_work_tile && int64_t{work_tiles} * splits % workers == 0 &&
-                ctas <= int64_t{max_clusters} * cluster && ceil_div(tiles_per_work_tile, splits) <= longest + 1 &&
-                ceil_div(tiles, ctas) <= ceil_div(tiles, config.ctas) + kTilesOfCombine;
+    bool fits = splits <= longest && int64_t{work_tiles} * splits % workers == 0 &&
+                ctas <= int64_t{max_clusters} * cluster && ceil_div(longest, splits) <= even + 1 &&
+                ceil_div(int64_t{work_tiles} * longest, ctas) <= ceil_div(tiles, config.ctas) + kTilesOfCombine;
     if (fits) config.splits_per_work_tile = splits, config.cluster = cluster, config.ctas = static_cast<int>(ctas);
-    return fits;
+    return config.in_cluster = fits;
   };
   for (int i = kMaxClusterLog2; i > 0; --i)
-    if (try_splits(workers << i, 1 << i, device.max_clusters[i])) return;
+    if (try_splits(workers << i, 1 << i, device.max_clusters[i])) return true;
   for (int splits = workers; splits > 0; --splits)
-    if (workers % splits == 0 && try_splits(splits, 1, device.multiprocessors)) return;
+    if (workers % splits == 0 && try_splits(splits, 1, device.multiprocessors)) return true;
+  return false;
+}
+
+// Likewise, with the kernel that combines partials: who has which tiles is known without a look at other work tiles.
+inline void partition_by_work_tile(int work_tiles, int longest, int64_t tiles, pipeline::Config& config) {
+  int64_t all = int64_t{config.ctas} * config.workers, even = (tiles + all - 1) / all;
+  int splits = static_cast<int>(std::min<int64_t>(longest, all / work_tiles));
+  while (splits > 0 && int64_t{work_tiles} * splits % config.workers != 0) --splits;
+  if (splits == 0 || (longest + splits - 1) / splits > even) return;
+  config.splits_per_work_tile = splits;
+  config.ctas = work_tiles * splits / config.workers;
 }
 
 }  // namespace cute_kernels::dispatch

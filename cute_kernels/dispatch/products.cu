@@ -42,14 +42,14 @@ Plan plan_product(Product const& product, Kernels<Params> const& kernels, int de
       choose_plan(device, limits, n, rows, view.max_tile_rows, product::kOrderBytes, dense_row_bytes, tiles, tuning);
   int tiles_per_work_tile = static_cast<int>(view.tiles_per_head());
   int work_tiles = static_cast<int>(tiles) / tiles_per_work_tile;
-  if (limits.combines_in_cluster) partition_by_work_tile(device, work_tiles, tiles_per_work_tile, plan.config);
+  if (limits.combines_in_cluster) partition_in_clusters(device, work_tiles, tiles_per_work_tile, tiles, plan.config);
 
   schedule::Params& schedule = params.schedule;
   schedule.batch = view.batch;
   schedule.kv_heads = view.kv_heads;
   schedule.rows = rows;
   schedule.workers = plan.config.workers;
-  schedule.by_work_tile = plan.config.splits_per_work_tile > 0;
+  schedule.by_work_tile = schedule.in_cluster = plan.config.splits_per_work_tile > 0;
   schedule.splits = cutlass::FastDivmod(schedule.by_work_tile ? plan.config.splits_per_work_tile
                                                               : plan.config.ctas * plan.config.workers);
   schedule.partition =
@@ -89,7 +89,7 @@ void run(Product const& product, Workspace const& workspace, std::string const& 
     params.output.channel_order = view.channel_order;
     params.output.head_dim = view.head_dim;
     params.output.vectors = reduce::partial_vectors(params.schedule.rows);
-    if (!params.schedule.by_work_tile) {
+    if (!params.schedule.in_cluster) {
       int64_t partials = reduce::place_partials(params.schedule, plan.config.summed_splits, params.output);
       int64_t bytes = int64_t{plan.config.n} * view.padded_head_dim * static_cast<int>(sizeof(float));
       params.output.partials = workspace(partials * bytes);

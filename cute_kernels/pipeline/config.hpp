@@ -23,9 +23,10 @@ struct Config {
   int ctas;                  // of the grid
   int producers;             // warps that fill a ring of stages; 0: workers fill their own
   int splits_per_work_tile;  // of every work tile, none reaching into another; 0: the whole schedule is partitioned
-  int cluster;               // CTAs that share a work tile then, else 1
+  bool in_cluster;           // a cluster has all splits of its work tiles, and combines them
+  int cluster;               // CTAs of it, else 1
   int summed_splits;         // of a CTA, which adds their partials up before it stores them; 0: it stores each
-  bool programmatic_launch;  // the second kernel may be set up while the first drains (CC 9.0)
+  bool programmatic_launch;  // kernels may be set up while the one before drains (CC 9.0)
 };
 
 // How many workers a CTA has that has fewer tiles than it could have workers. A step is as many as fill the schedulers.

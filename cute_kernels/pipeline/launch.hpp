@@ -8,23 +8,34 @@ namespace cute_kernels::pipeline {
 
 inline constexpr int kPortableCluster = 8;
 
-// In clusters of `cluster` CTAs (bulk-copy architectures), or of single CTAs on every device.
+inline cudaLaunchAttribute programmatic_launch() {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  return attribute;
+}
+
+// In clusters of `cluster` CTAs (bulk-copy architectures), or of single CTAs on every device. dependent: the kernel
+// begins with ptx::wait_for_primary, so that it may be set up while the one before drains.
 template <class KernelParams>
 void launch_clusters(void (*kernel)(KernelParams), KernelParams const& params, Config const& config, int threads,
-                     int shared_bytes, cudaStream_t stream) {
+                     int shared_bytes, bool dependent, cudaStream_t stream) {
   allow_shared_bytes(kernel, shared_bytes);
   if (config.cluster > kPortableCluster)
     raise_attribute(reinterpret_cast<void const*>(kernel), cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim = {static_cast<unsigned>(config.cluster), 1, 1};
+  cudaLaunchAttribute attributes[2] = {};
   cudaLaunchConfig_t launch{};
   launch.gridDim = dim3(config.ctas);
   launch.blockDim = dim3(threads);
   launch.dynamicSmemBytes = shared_bytes;
   launch.stream = stream;
-  launch.attrs = &attribute;
-  launch.numAttrs = config.cluster > 1 ? 1 : 0;
+  launch.attrs = attributes;
+  if (config.cluster > 1) {
+    cudaLaunchAttribute& cluster = attributes[launch.numAttrs++];
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim = {static_cast<unsigned>(config.cluster), 1, 1};
+  }
+  if (dependent && config.programmatic_launch) attributes[launch.numAttrs++] = programmatic_launch();
   check_cuda(cudaLaunchKernelEx(&launch, kernel, params), "launch of a kernel");
 }
 
@@ -33,9 +44,7 @@ void launch_clusters(void (*kernel)(KernelParams), KernelParams const& params, C
 template <class... Args>
 void launch_dependent(void (*kernel)(Args...), dim3 grid, int threads, int shared_bytes, bool programmatic,
                       cudaStream_t stream, Args const&... args) {
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute attribute = programmatic_launch();
   cudaLaunchConfig_t launch{};
   launch.gridDim = grid;
   launch.blockDim = dim3(threads);

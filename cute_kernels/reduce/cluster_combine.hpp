@@ -91,7 +91,7 @@ class ClusterCombine {
   // One of the four values of this CTA's i-th vector.
   CUTE_DEVICE Destination destination(int i, int value) const {
     int of_cta = i >> vectors_log2_;
-    if (!schedule_params_.by_work_tile || of_cta >= cluster_.work_tiles) return {0};
+    if (!schedule_params_.in_cluster || of_cta >= cluster_.work_tiles) return {0};
     int vector = output_.vectors[(cluster_.rank() << vectors_log2_) + (i & ((1 << vectors_log2_) - 1))];
     int lane = vector % 32, atom = vector / 32;
     int m = atom % OutputShape::kChannelBlocks, n = atom / OutputShape::kChannelBlocks;

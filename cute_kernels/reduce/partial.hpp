@@ -70,7 +70,7 @@ CUTE_DEVICE Partial* crossing_partial(Output const& output, int work_tile) {
 
 // Sets all of `output` that says where partials are, but their address. Returns how many there may be.
 inline int64_t place_partials(schedule::Params const& schedule, int summed_splits, Output& output) {
-  int work_tiles = schedule.work_tiles(), splits = schedule.splits.divisor;
+  int work_tiles = schedule.work_tiles(), splits = schedule.splits.divisor * (schedule.by_work_tile ? work_tiles : 1);
   output.summed_splits = summed_splits;
   if (summed_splits == 0) return int64_t{splits} + work_tiles;
   output.crossing_partials = splits / summed_splits + work_tiles;

@@ -5,15 +5,16 @@
 
 namespace cute_kernels::reduce {
 
-// Of the splits [first, last]; some of them are empty unless Policy::kTilesAreCosts. After to_ctas: of those CTAs.
+// Of the splits [first, last], those that store one. After to_ctas: of those CTAs.
 struct PartialRange {
   int first, last;
   bool crossing = false;  // after to_ctas: beside them, of a split that ends in a later work tile
 
   template <class Policy>
-  CUTE_HOST_DEVICE PartialRange(schedule::Schedule<Policy> const& schedule, schedule::WorkTile const& work_tile)
-      : first(schedule.split_with(work_tile, work_tile.tiles.begin)),
-        last(schedule.split_with(work_tile, work_tile.tiles.end - 1)) {}
+  CUTE_HOST_DEVICE PartialRange(schedule::Schedule<Policy> const& schedule, schedule::WorkTile const& work_tile) {
+    schedule::Range splits = schedule.splits_of(work_tile);
+    first = splits.begin, last = splits.end - 1;
+  }
 
   // Where CTAs have added up the partials of their splits that end in the work tile.
   template <class Policy>

@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineBlocks)
     CUTE_UNROLL
     for (int i = 0; i < kPartialsAtOnce; ++i) {
       int other = split + (i << summands_log2);
-      if (exists && other <= range.last && (SchedulePolicy::kTilesAreCosts || !schedule.is_empty(other)))
+      if (exists && other <= range.last && schedule.stores_partial(other))
         partials[i] = Accumulator(*partial<Partial>(output, other, work_tile.index), vector);
     }
     CUTE_UNROLL

@@ -25,14 +25,4 @@ CUTE_HOST_DEVICE constexpr int64_t kv_tiles_of(int64_t tokens, int64_t window_to
 // the device: they end within a tile, which takes longer.
 CUTE_HOST_DEVICE constexpr int attention_work_tile_cost(bool variable_length) { return variable_length ? 3 : 2; }
 
-// What a window tile costs where work tiles are partitioned by themselves: its tokens are loaded from where they lie,
-// so it takes about as long as two compressed tiles. 0, not counted, where splits are so short that one would be left
-// without compressed tiles.
-inline int window_tile_cost(int tiles, int window_tiles, int splits) {
-  constexpr int kCost = 2;
-  int most_window_tiles = (window_tiles + splits - 1) / splits;
-  bool all_have_tiles = (tiles + kCost * window_tiles) / splits > kCost * most_window_tiles;
-  return all_have_tiles ? kCost : 0;
-}
-
 }  // namespace cute_kernels::schedule

@@ -18,12 +18,12 @@ struct Params {
   int32_t const* window_lengths;  // (sequences): tokens of the window that count; null: all
   int workers;                    // of a CTA
   bool variable_length;           // KV tiles differ from sequence to sequence
-  bool by_work_tile;              // every work tile is partitioned by itself; never with variable_length
-  Partition partition;            // of all costs, unless variable_length; of a work tile's if by_work_tile
-  int window_tile_cost;           // if by_work_tile
+  bool by_work_tile;              // every work tile is partitioned by itself
+  bool in_cluster;                // likewise, and one cluster has all splits of it
+  Partition partition;            // of all costs, or of a work tile's KV tiles if by_work_tile; unless variable_length
   int longest_split;              // KV tiles of any split at most, unless variable_length
   cutlass::FastDivmod splits;     // of the schedule, or of a work tile if by_work_tile
-  cutlass::FastDivmod tiles_per_work_tile;  // KV tiles, unless variable_length
+  cutlass::FastDivmod tiles_per_work_tile;  // KV tiles; with variable_length at most
   cutlass::FastDivmod cost_per_work_tile;   // unless variable_length
   cutlass::FastDivmod work_tiles_per_row;   // of a row of the batch: KV heads x blocks of query rows
   cutlass::FastDivmod row_blocks;           // of a KV head
@@ -42,13 +42,10 @@ struct WorkTile {
   int kv_head;
   int first_row, rows;  // of its block of query rows
   Range tiles;          // its KV tiles in the schedule
-  int window_tiles;     // of them; the first, unless by_work_tile
+  int window_tiles;     // of them, the first
   int tokens, window_tokens;
 
-  CUTE_HOST_DEVICE KvTileMap tile_map() const {  // unless by_work_tile
-    int end = tiles.begin + window_tiles;
-    return {tiles.begin, end, end};
-  }
+  CUTE_HOST_DEVICE int window_end() const { return tiles.begin + window_tiles; }
 };
 
 }  // namespace cute_kernels::schedule

@@ -6,10 +6,11 @@
 // (`Policy::work_tile_cost`), which counts before its first KV tile: without it some workers would have many short work
 // tiles.
 //
-// Or, where that is about as even, every work tile is partitioned into as many splits (`Params::by_work_tile`), so that
-// a cluster has all of them; its window is spread over them.
+// Or, where that is about as even, every work tile is partitioned into as many splits (`Params::by_work_tile`), all of
+// which a cluster may have (`Params::in_cluster`).
 //
-// Where lengths are on the device (`Params::variable_length`), so is the partition: every CTA works it out for itself.
+// Where lengths are on the device (`Params::variable_length`), so is the partition: every CTA works it out for itself, of
+// the whole schedule or, by work tile, of its own work tiles alone.
 #pragma once
 
 #include "cute_kernels/schedule/cost.hpp"
@@ -37,11 +38,23 @@ struct AttentionPolicy {
   }
 };
 
+// What a worker has. By work tile, all of it is of one work tile, and this is known, too.
+struct Split {
+  Range tiles;
+  WorkTile work_tile;
+};
+
+// Of the workers of a CTA, in shared memory.
+struct CtaSplits {
+  Split of_worker[kMaxWorkers];
+  int longest;  // KV tiles
+};
+
 // Shared memory that a Schedule takes; the pipeline's stages may follow.
 constexpr int shared_bytes(bool variable_length, int batch) {
   int row_bytes =
       variable_length ? (batch + 1) * static_cast<int>(sizeof(int)) + static_cast<int>(sizeof(Partition)) : 0;
-  return ((kMaxWorkers + 1) * static_cast<int>(sizeof(int)) + row_bytes + 127) / 128 * 128;
+  return (static_cast<int>(sizeof(CtaSplits)) + row_bytes + 127) / 128 * 128;
 }
 
 // What a CTA knows of the schedule.
@@ -51,11 +64,13 @@ class Schedule {
   // shared: shared_bytes of shared memory, at an address that takes no register, since work is looked up all over; null
   // if Policy::kUniform.
   CUTE_HOST_DEVICE Schedule(Params const& params, void* shared)
-      : params_(params), split_begins_(static_cast<int*>(shared)), tile_ends_(split_begins_ + kMaxWorkers + 1) {}
+      : params_(params),
+        splits_(static_cast<CtaSplits*>(shared)),
+        tile_ends_(static_cast<int*>(shared) + sizeof(CtaSplits) / sizeof(int)) {}
 
   // With all threads of the CTA: before anything else is asked for.
   CUTE_DEVICE void prepare() {
-    if (!variable_length()) return;
+    if (!partitions_rows()) return;
     CUTE_NO_UNROLL
     for (int row = threadIdx.x; row < params_.batch; row += blockDim.x) {
       int sequence = sequence_of(row);
@@ -69,40 +84,65 @@ class Schedule {
   // With all threads of the CTA: before its workers' splits are asked for.
   CUTE_DEVICE void prepare_splits() {
     if constexpr (Policy::kUniform) return;  // soon worked out
-    int worker = threadIdx.x;
-    if (worker <= params_.workers) split_begins_[worker] = split_begin(blockIdx.x * params_.workers + worker);
+    int worker = threadIdx.x, workers = params_.workers;
+    if (worker < 32) {
+      int index = blockIdx.x * workers + worker;
+      bool works = worker < workers;
+      Split split{};
+      if (params_.by_work_tile) {
+        if (works) split = own_split(index);
+      } else {
+        if (worker <= workers) split.tiles.begin = split_begin(index);
+        split.tiles.end = __shfl_down_sync(~0u, split.tiles.begin, 1);
+      }
+      int longest = __reduce_max_sync(~0u, works ? split.tiles.end - split.tiles.begin : 0);
+      if (works) splits_->of_worker[worker] = split;
+      if (worker == 0) splits_->longest = longest;
+    }
     __syncthreads();
   }
 
-  // Of the whole schedule's splits; some are empty if there are fewer KV tiles.
+  // Of the whole schedule's splits; some are empty if there are fewer KV tiles. By work tile only if Policy::kUniform.
   CUTE_HOST_DEVICE int split_begin(int split) const {
+    // Without a branch where tiles are costs, of the whole schedule as of a work tile, and so soon known.
+    bool of_work_tile = Policy::kTilesAreCosts || (Policy::kUniform && params_.by_work_tile);
+    if (!of_work_tile) return tile_at(cost_before(split));
     int work_tile, index;
-    if constexpr (Policy::kTilesAreCosts) {  // of the whole schedule as of a work tile: without a branch, soon known
-      params_.splits(work_tile, index, split);
-      return work_tile * params_.partition.total + params_.partition.begin(index, params_.splits);
-    }
-    if (!params_.by_work_tile) return tile_at(cost_before(split));
     params_.splits(work_tile, index, split);
-    return work_tile * params_.tiles_per_work_tile.divisor + work_tile_partition().tiles_before(index);
+    return work_tile * params_.partition.total + params_.partition.begin(index, params_.splits);
+  }
+  // By work tile, whose KV tiles need not be as many as another's; its splits may be empty.
+  CUTE_HOST_DEVICE Split own_split(int split) const {
+    int index, in_work_tile;
+    params_.splits(index, in_work_tile, split);
+    WorkTile own = work_tile(index);
+    int begin = own.tiles.begin, tiles = static_cast<int>(kv_tiles_of(own.tokens, own.window_tokens));
+    Partition partition = make_partition(tiles, params_.splits);
+    return {{begin + partition.begin(in_work_tile, params_.splits),
+             begin + partition.begin(in_work_tile + 1, params_.splits)},
+            own};
   }
   CUTE_DEVICE Range split_of_worker(int worker) const {
-    if constexpr (!Policy::kUniform) return {split_begins_[worker], split_begins_[worker + 1]};
+    if constexpr (!Policy::kUniform) return splits_->of_worker[worker].tiles;
     int split = blockIdx.x * params_.workers + worker;
     return {split_begin(split), split_begin(split + 1)};
   }
 
-  CUTE_HOST_DEVICE KvTileMap tile_map(WorkTile const& work_tile, int split) const {
-    if constexpr (!Policy::kHasWindow) return work_tile.tile_map();
-    return params_.by_work_tile ? work_tile_partition().tile_map(work_tile.tiles.begin, params_.splits.rem(split))
-                                : work_tile.tile_map();
+  // Of a KV tile of the worker's split.
+  CUTE_DEVICE WorkTile work_tile_of_worker(int worker, int tile) const {
+    if constexpr (!Policy::kUniform) {
+      if (params_.by_work_tile) return splits_->of_worker[worker].work_tile;
+    }
+    return work_tile_with(tile);
   }
 
-  // KV tiles of any split at most.
-  CUTE_HOST_DEVICE int longest_split() const {
-    return variable_length() ? variable_partition()->longest() : params_.longest_split;
+  // KV tiles of any of the CTA's splits at most.
+  CUTE_DEVICE int longest_split() const {
+    if constexpr (!Policy::kUniform) return splits_->longest;
+    return params_.longest_split;
   }
 
-  // Unless by_work_tile: the split that has a KV tile of a work tile.
+  // Of the whole schedule's splits, the one that has a KV tile of a work tile.
   CUTE_HOST_DEVICE int split_with(WorkTile const& work_tile, int tile) const {
     int cost = tile + Policy::work_tile_cost(variable_length()) * (work_tile.index + 1);
     float fraction = static_cast<float>(cost) / static_cast<float>(partition().total);
@@ -111,13 +151,23 @@ class Schedule {
     while (cost_before(split + 1) <= cost) ++split;
     return split;
   }
-  // Likewise: whether a split has neither KV tiles nor a work tile's own cost.
-  CUTE_HOST_DEVICE bool is_empty(int split) const { return cost_before(split) == cost_before(split + 1); }
+  // All splits that may have KV tiles of a work tile.
+  CUTE_HOST_DEVICE Range splits_of(WorkTile const& work_tile) const {
+    if (!Policy::kTilesAreCosts && params_.by_work_tile) {
+      int splits = params_.splits.divisor;
+      return {work_tile.index * splits, (work_tile.index + 1) * splits};
+    }
+    return {split_with(work_tile, work_tile.tiles.begin), split_with(work_tile, work_tile.tiles.end - 1) + 1};
+  }
+  // Of these. By work tile all do; else one without a KV tile, and without a work tile's own cost, does not.
+  CUTE_HOST_DEVICE bool stores_partial(int split) const {
+    return Policy::kTilesAreCosts || params_.by_work_tile || cost_before(split) < cost_before(split + 1);
+  }
 
   CUTE_HOST_DEVICE WorkTile work_tile(int index) const {
     int row, in_row;
     params_.work_tiles_per_row(row, in_row, index);
-    if (!variable_length()) {
+    if (!partitions_rows()) {
       int tiles = params_.tiles_per_work_tile.divisor;
       return make_work_tile(row, in_row, index * tiles, tiles);
     }
@@ -125,6 +175,7 @@ class Schedule {
     return make_work_tile(row, in_row, tile_ends_[row] * params_.work_tiles_per_row.divisor + in_row * tiles, tiles);
   }
 
+  // By work tile only if Policy::kUniform.
   CUTE_HOST_DEVICE WorkTile work_tile_with(int tile) const {
     if (!variable_length()) return work_tile(params_.tiles_per_work_tile.div(tile));
     int row = row_at(params_.work_tiles_per_row.div(tile), 0);
@@ -135,10 +186,12 @@ class Schedule {
 
  private:
   Params const& params_;
-  int* split_begins_;  // (workers + 1): of the CTA's
-  int* tile_ends_;     // (batch + 1): KV tiles of one work tile of every row before; then the partition
+  CtaSplits* splits_;
+  int* tile_ends_;  // (batch + 1): KV tiles of one work tile of every row before; then the partition
 
   CUTE_HOST_DEVICE bool variable_length() const { return !Policy::kUniform && params_.variable_length; }
+  // Whether the whole schedule is partitioned on the device.
+  CUTE_HOST_DEVICE bool partitions_rows() const { return variable_length() && !params_.by_work_tile; }
 
   CUTE_HOST_DEVICE Partition partition() const {
     if (variable_length()) return *variable_partition();
@@ -149,11 +202,6 @@ class Schedule {
   }
 
   CUTE_HOST_DEVICE int cost_before(int split) const { return partition().begin(split, params_.splits); }
-
-  CUTE_HOST_DEVICE WorkTilePartition work_tile_partition() const {
-    int window_tiles = Policy::kHasWindow ? static_cast<int>(window_tiles_of(params_.window_tokens)) : 0;
-    return {params_.splits, params_.partition, window_tiles, Policy::kHasWindow ? params_.window_tile_cost : 0};
-  }
 
   // If variable_length: the row at a cost of a schedule that has one work tile of every row, each with a cost of its
   // own.

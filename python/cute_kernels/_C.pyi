@@ -204,6 +204,7 @@ class AttentionProblem:
         scale: float,
         causal: bool,
         num_splits: int,
+        expected: tuple[int, int],
     ) -> None: ...
 
 class cuda:

@@ -70,11 +70,12 @@ class Pool:
         return views
 
 
-def attend(keys, values, q, *, scale, backend, window=None, return_lse=False, **pointers):
-    """(out, lse or None) of the kernels; keys, values and window as these take them."""
+def attend(keys, values, q, *, scale, backend, window=None, return_lse=False, expected=(0, 0), **pointers):
+    """(out, lse or None) of the kernels; keys, values, window and expected as these take them."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], device=q.device) if return_lse else None
-    launch_problem(pack_problem(keys, values, window, q, scale=scale), q, out, lse, backend, **pointers)
+    problem = pack_problem(keys, values, window, q, scale=scale, expected=expected)
+    launch_problem(problem, q, out, lse, backend, **pointers)
     return out, lse
 
 
@@ -85,7 +86,8 @@ def int32(values, device="cpu") -> torch.Tensor:
 @pytest.mark.parametrize("dtype", oracle.DTYPES, ids=str)
 @pytest.mark.parametrize("tiles_per_page", [1, 2])
 @pytest.mark.parametrize("queries, groups", [(1, 4), (3, 1), (20, 5)])
-def test_pages(backend, queries, groups, tiles_per_page, dtype, rng):
+@pytest.mark.parametrize("expects", [False, True])
+def test_pages(backend, expects, queries, groups, tiles_per_page, dtype, rng):
     if backend.name == "reference":
         pytest.skip("the reference takes dense operands")
     sequences, kv_heads, tokens, head_dim, room = 4, 2, 256, 128, 70
@@ -114,6 +116,7 @@ def test_pages(backend, queries, groups, tiles_per_page, dtype, rng):
         scale=0.1,
         return_lse=True,
         backend=backend.name,
+        expected=(256, sum(lengths[s] for s in rows)) if expects else (0, 0),
     )
     dense_k, dense_v = oracle.prune(k, 38), oracle.prune(v, 64)
     for row, s in enumerate(rows):
@@ -153,6 +156,40 @@ def test_lengths_of_windows_and_sequences(backend, rng):
         expected, expected_lse = oracle.attention(q[row : row + 1], *dense, 0.2, part, lengths[s : s + 1])
         assert oracle.relative_error(out[row : row + 1], expected) <= 2e-3
         torch.testing.assert_close(lse[row : row + 1].cpu().double(), expected_lse, atol=2e-3, rtol=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+@pytest.mark.parametrize("queries", [1, 7])
+def test_any_lengths_may_have_been_expected(backend, queries, head_dim, rng):
+    """The device's lengths count, however even or ragged: the host's only decide how the work is split."""
+    if backend.device.type != "cuda" or backend.name == "reference":
+        pytest.skip("kernels of a GPU")
+    device, kv_heads, groups, room = backend.device, rng.choice([1, 2, 8]), rng.choice([1, 4, 8]), rng.choice([1, 95])
+    sequences, tokens = rng.choice([1, 3, 40]), rng.choice([64, 1000, 4000])
+    k, v = (oracle.gaussian(sequences, kv_heads, tokens, head_dim, device=device) for _ in range(2))
+    window = [oracle.gaussian(sequences, kv_heads, room, head_dim, device=device) for _ in range(2)]
+    even = [rng.randint(tokens * 3 // 4, tokens) for _ in range(sequences)]
+    ragged = [rng.choice([0, 1, rng.randint(0, tokens), tokens]) for _ in range(sequences)]
+    keys, values = ck.compress_kv(k, v, keep=head_dim * 3 // 10)
+    dense = ck.decompress(keys).cpu(), ck.decompress(values).cpu()
+    views = storage_of(keys, "k").view(), storage_of(values, "v").view()
+    q = oracle.gaussian(sequences, kv_heads * groups, queries, head_dim, device=device)
+    for lengths in (even, ragged):
+        window_lengths = [rng.randint(0, room) for _ in range(sequences)]
+        runs = {}
+        for expected in ((0, 0), (max(lengths), sum(lengths)), (tokens, tokens * sequences), (1, 1), (2**30, 2**40)):
+            on_device = window[0], window[1], int32(window_lengths, device)
+            run = {"scale": 0.1, "backend": backend.name, "return_lse": True, "expected": expected}
+            out, lse = attend(*views, q, window=pack_window(*on_device), lengths=int32(lengths, device), **run)
+            runs[expected] = out.cpu(), lse.cpu()
+        for row in rng.sample(range(sequences), min(3, sequences)):
+            part = tuple(w[row : row + 1, :, : window_lengths[row]].cpu() for w in window)
+            of_row = (x[row : row + 1] for x in (q.cpu(), *dense))
+            want, want_lse = oracle.attention(*of_row, 0.1, part, lengths[row : row + 1])
+            for out, lse in runs.values():
+                assert oracle.relative_error(out[row : row + 1], want) <= 2e-3
+                torch.testing.assert_close(lse[row : row + 1].double(), want_lse, atol=2e-3, rtol=1e-3)
 
 
 def test_lengths_out_of_range_are_clamped_by_kernels(backend, rng):

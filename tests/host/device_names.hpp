@@ -19,3 +19,5 @@ inline void __syncthreads() {}
 // Of a single thread there are no lanes to ask: code that does is not for the host.
 int __shfl_sync(unsigned, int, int);
 int __shfl_up_sync(unsigned, int, int);
+int __shfl_down_sync(unsigned, int, int);
+int __reduce_max_sync(unsigned, int);

@@ -39,12 +39,14 @@ void check_tuned(pipeline::KernelLimits const& kernel, F&& plan_with, int fit, i
   }
 }
 
-// A partition by work tile is about as even, and gives every cluster whole work tiles.
-void check_by_work_tile(DeviceLimits const& device, pipeline::Config config, int work_tiles, int tiles_per_work_tile) {
+// A partition in clusters is about as even, and gives every cluster whole work tiles.
+void check_in_clusters(DeviceLimits const& device, pipeline::Config config, int work_tiles, int tiles_per_work_tile) {
   auto ceil_div = [](int a, int b) { return (a + b - 1) / b; };
   int tiles = work_tiles * tiles_per_work_tile, longest = ceil_div(tiles, config.ctas * config.workers);
   int of_a_cta = ceil_div(tiles, config.ctas);
-  dispatch::partition_by_work_tile(device, work_tiles, tiles_per_work_tile, config);
+  bool done = dispatch::partition_in_clusters(device, work_tiles, tiles_per_work_tile,
+                                              int64_t{work_tiles} * tiles_per_work_tile, config);
+  check(done == config.in_cluster && done == (config.splits_per_work_tile > 0), "it says what it did");
   int log2 = 0;
   while (1 << log2 < config.cluster) ++log2;
   check(1 << log2 == config.cluster && log2 <= kMaxClusterLog2, "cluster", config.cluster);
@@ -57,6 +59,17 @@ void check_by_work_tile(DeviceLimits const& device, pipeline::Config config, int
   check(config.cluster == 1 || config.cluster * config.workers == splits, "a cluster has one work tile", splits);
   int clusters = log2 > 0 ? device.max_clusters[log2] : device.multiprocessors;
   check(config.ctas % config.cluster == 0 && config.ctas / config.cluster <= clusters, "clusters fit", config.ctas);
+}
+
+// One by work tile is as even as that of the whole schedule.
+void check_by_work_tile(pipeline::Config config, int work_tiles, int tiles_per_work_tile) {
+  auto ceil_div = [](int a, int b) { return (a + b - 1) / b; };
+  int tiles = work_tiles * tiles_per_work_tile, ctas = config.ctas, longest = ceil_div(tiles, ctas * config.workers);
+  dispatch::partition_by_work_tile(work_tiles, tiles_per_work_tile, tiles, config);
+  int splits = config.splits_per_work_tile;
+  if (splits == 0) return void(check(config.ctas == ctas, "as it was", config.ctas));
+  check(splits * work_tiles == config.ctas * config.workers && config.ctas <= ctas, "a split for every worker", splits);
+  check(splits <= tiles_per_work_tile && ceil_div(tiles_per_work_tile, splits) == longest, "as even", splits, longest);
 }
 
 int main() {
@@ -110,7 +123,8 @@ int main() {
       check(plan.config.ctas == std::min<int64_t>(device.multiprocessors, tiles), "as many CTAs as have tiles");
       check(kernel.thin_work == pipeline::ThinWork::kDown || workers <= pipeline::kMaxProducers || workers % step == 0,
             "workers come in steps", workers, step);
-      if (one_ring) check_by_work_tile(device, plan.config, heads * row_blocks, tiles_per_head);
+      if (one_ring) check_in_clusters(device, plan.config, heads * row_blocks, tiles_per_head);
+      check_by_work_tile(plan.config, heads * row_blocks, tiles_per_head);
     }
   }
   return report();

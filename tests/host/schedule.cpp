@@ -41,7 +41,7 @@ void check_schedule(Case const& c, std::vector<int> const& lengths, std::vector<
   int all_tiles = work_tiles * tiles_each;
   if (c.variable_length) {  // what prepare() leaves there
     params.lengths = lengths.data(), params.window_lengths = window_lengths.data();
-    int* ends = shared.data() + kMaxWorkers + 1;
+    int* ends = shared.data() + sizeof(CtaSplits) / sizeof(int);
     for (int row = 0; row < c.batch; ++row)
       ends[row + 1] = ends[row] + static_cast<int>(kv_tiles_of(lengths[row], window_lengths[row]));
     auto& partition = *reinterpret_cast<Partition*>(ends + c.batch + 1);
@@ -55,8 +55,8 @@ void check_schedule(Case const& c, std::vector<int> const& lengths, std::vector<
   check(begins[0] == 0 && begins[splits] == all_tiles, "splits cover the schedule", begins[splits], all_tiles);
   for (int i = 0; i < splits; ++i) {
     int tiles = begins[i + 1] - begins[i];
-    check(tiles >= 0 && tiles <= schedule.longest_split(), "no split is longer than the longest", tiles,
-          schedule.longest_split());
+    check(tiles >= 0 && (c.variable_length || tiles <= params.longest_split), "no split is longer than the longest",
+          tiles, params.longest_split);
   }
   for (int index = 0; index < work_tiles; ++index) {
     WorkTile work_tile = schedule.work_tile(index);
@@ -72,7 +72,7 @@ void check_schedule(Case const& c, std::vector<int> const& lengths, std::vector<
     int first = schedule.split_with(work_tile, tiles.begin), last = schedule.split_with(work_tile, tiles.end - 1);
     for (int i = 0; i < splits; ++i) {
       bool has_tiles = std::max(begins[i], tiles.begin) < std::min(begins[i + 1], tiles.end);
-      bool found = first <= i && i <= last && !schedule.is_empty(i);
+      bool found = first <= i && i <= last && schedule.stores_partial(i);
       check(has_tiles == found, "the splits that have KV tiles of a work tile", i, index, first, last);
     }
   }
@@ -127,6 +127,38 @@ void check_by_work_tile(int heads, int tiles_each, int splits) {
   }
 }
 
+// Likewise with lengths on the device, where every work tile has a partition of its own: its splits have all of its KV
+// tiles, as evenly as can be, and are empty where there are none left.
+void check_own_partitions(Case const& c, int splits, std::vector<int> const& lengths,
+                          std::vector<int> const& window_lengths) {
+  Params params{};
+  params.batch = c.batch, params.kv_heads = c.heads, params.rows = kRows * c.row_blocks;
+  params.tokens = c.tokens, params.window_tokens = c.window;
+  params.variable_length = params.by_work_tile = true;
+  params.lengths = lengths.data(), params.window_lengths = window_lengths.data();
+  params.tiles_per_work_tile = cutlass::FastDivmod(static_cast<int>(kv_tiles_of(c.tokens, c.window)));
+  params.work_tiles_per_row = cutlass::FastDivmod(c.heads * c.row_blocks);
+  params.row_blocks = cutlass::FastDivmod(c.row_blocks);
+  params.splits = cutlass::FastDivmod(splits);
+  std::vector<int> shared(shared_bytes(true, c.batch) / sizeof(int));
+  Schedule<AttentionPolicy<kRows, false>> schedule(params, shared.data());
+  for (int index = 0; index < params.work_tiles(); ++index) {
+    int row = index / (c.heads * c.row_blocks);
+    int tiles = static_cast<int>(kv_tiles_of(lengths[row], window_lengths[row]));
+    int begin = schedule.work_tile(index).tiles.begin, end = begin;
+    for (int split = index * splits; split < (index + 1) * splits; ++split) {
+      auto [range, own] = schedule.own_split(split);
+      check(own.index == index && own.tiles.begin == begin && own.tokens == lengths[row], "a split's work tile", split);
+      check(own.window_end() == begin + window_tiles_of(window_lengths[row]), "where its window ends", index);
+      check(range.begin == end, "splits follow one another", split, range.begin, end);
+      int count = range.end - range.begin;
+      check(count >= tiles / splits && count <= (tiles + splits - 1) / splits, "splits are even", split, count, tiles);
+      end = range.end;
+    }
+    check(end == begin + tiles, "splits have all tiles", index, end - begin, tiles);
+  }
+}
+
 int main() {
   std::mt19937 random(std::random_device{}());
   auto draw = [&](int low, int high) { return std::uniform_int_distribution<int>(low, high)(random); };
@@ -137,6 +169,7 @@ int main() {
     for (int& length : lengths) length = draw(0, c.tokens);
     for (int& length : window_lengths) length = draw(0, c.window);
     check_schedule<AttentionPolicy<kRows, false>>(c, lengths, window_lengths);
+    check_own_partitions(c, draw(1, 64), lengths, window_lengths);
     c.variable_length = false;
     check_schedule<AttentionPolicy<kRows, true>>(c, {}, {});
     c.window = 0;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cute_kernels/mma/warp/multiply_tile.hpp"
+#include "cute_kernels/ops/attention/load_queries.hpp"
 #include "cute_kernels/ops/attention/mask.hpp"
 #include "cute_kernels/ops/attention/online_softmax.hpp"
 #include "cute_kernels/ops/attention/window.hpp"
@@ -15,18 +16,22 @@ CUTE_DEVICE auto make_logits() {  // (MMA,own MMA_M,MMA_N)
 }
 
 template <class Traits, class Pipeline, class FragmentP, class FragmentO>
-CUTE_DEVICE void attend_window_tile(Params const& params, schedule::WorkTile const& work_tile, int index, int part,
-                                    Pipeline& pipeline, OnlineSoftmax<Traits>& softmax, FragmentP& tCrP,
-                                    FragmentO& tCrO) {
+CUTE_DEVICE void attend_window_tile(Params const& params, schedule::WorkTile const& work_tile, int tile,
+                                    Worker<Traits> const& worker, SharedP<Traits>& shared_p, Pipeline& pipeline,
+                                    OnlineSoftmax<Traits>& softmax, FragmentP& tCrP, FragmentO& tCrO) {
   Tensor tCrS = make_logits<Traits>();
-  WindowTile<Traits> window(params, work_tile, index, part);
-  window.multiply_keys(pipeline.next(), tCrS);
+  WindowTile<Traits> window(params, work_tile, tile - work_tile.tiles.begin, worker);
+  Stage keys = pipeline.next();
+  window.fill(keys, params.window.keys, params.window.key_strides);
+  window.multiply_keys(keys, shared_p, tCrS);
   pipeline.release();
   softmax.scale(tCrS, params.scale_log2);
-  Mask::apply<Traits>(tCrS, part, Mask(params, work_tile).template limits<Traits>(true),
+  Mask::apply<Traits>(tCrS, worker.part, Mask(params, work_tile).template limits<Traits>(true),
                       [&](int position) { return window.token(position); });
   softmax.step(tCrS, TokenOrders{}, tCrP, tCrO);
-  window.multiply_values(pipeline.next(), channel_order<Traits>(params.values, work_tile), tCrP, tCrO);
+  Stage values = pipeline.next();
+  window.fill(values, params.window.values, params.window.value_strides);
+  window.multiply_values(values, tCrP, tCrO);
   pipeline.release();
 }
 
@@ -48,6 +53,15 @@ CUTE_DEVICE void store_partial(Fragment const& tCrO /* (MMA,own MMA_M,MMA_N) */,
   }
 }
 
+// Of a worker whose split has no KV tile.
+template <class Traits>
+CUTE_DEVICE void store_empty_partial(int part, typename Traits::Partial* to) {
+  reduce::store_vectors<typename Traits::OutputShape, Traits::kOwnChannelBlocks>(
+      to->vectors, Traits::kN, part, [](int, int) { return make_float4(0, 0, 0, 0); });
+  int row = threadIdx.x % 32;
+  if (part == 0 && row < Traits::kN) to->rows[row] = make_float2(-INFINITY, 0);
+}
+
 // All KV tiles of a worker's split. `pipeline` loads two stages a KV tile, keys then values. Stores the worker's
 // partial of every work tile.
 template <class Traits, class Pipeline>
@@ -62,18 +76,20 @@ CUTE_DEVICE void attend(Params const& params, typename Traits::Schedule const& s
   };
   Tensor tCrQ = make_operand(Int<Traits::kHeadDim>{});  // (MMA,MMA_N,MMA_K)
   Tensor tCrP = make_operand(Int<Traits::kTokens>{});   // (MMA,MMA_N,MMA_K)
+  auto partial_of = [&](schedule::WorkTile const& work_tile) {
+    int split = blockIdx.x * params.schedule.workers + worker.index;
+    return reduce::partial<typename Traits::Partial>(params.output, split, work_tile.index);
+  };
   OnlineSoftmax<Traits> softmax(worker, shared_p);
   for (int tile = split.begin; tile < split.end;) {
-    schedule::WorkTile work_tile = schedule.work_tile_with(tile);
-    int end = min(work_tile.tiles.end, split.end), tokens = work_tile.tokens;
-    auto map_tiles = [&] {
-      if constexpr (!Pipeline::kCombinesInCluster) return work_tile.tile_map();
-      uint32_t index = blockIdx.x * params.schedule.workers + worker.index;  // of the split
-      ptx::forget(index);                                                    // looked up again rather than held on to
-      return schedule.tile_map(work_tile, index);
+    auto work_tile_with = [&](uint32_t tile) {
+      ptx::forget(tile);  // looked up again rather than held on to
+      if constexpr (Pipeline::kCombinesInCluster) return schedule.work_tile_of_worker(worker.index, tile);
+      return schedule.work_tile_with(tile);
     };
-    schedule::KvTileMap map = map_tiles();
-    int window_end = tokens > 0 ? min(map.window_end, end) : end;
+    schedule::WorkTile work_tile = work_tile_with(tile);
+    int end = min(work_tile.tiles.end, split.end), tokens = work_tile.tokens;
+    int window_end = tokens > 0 ? min(work_tile.window_end(), end) : end;
     softmax.reset();
     Tensor tCrO = partition_fragment_C(
         TiledMma{}, Shape<Int<16 * Traits::kOwnChannelBlocks>, Int<Traits::kN>>{});  // (MMA,own MMA_M,MMA_N)
@@ -81,21 +97,23 @@ CUTE_DEVICE void attend(Params const& params, typename Traits::Schedule const& s
 
     ptx::prefetch(channel_order<Traits>(params.keys, work_tile));
     ptx::prefetch(channel_order<Traits>(params.values, work_tile));
+    stage_queries(params, work_tile, worker, shared_p);
 
     // With D 256 the window needs the registers: the work tile is looked up again rather than held.
     constexpr bool kHoldsWorkTile = Traits::kHeadDim < format::kMaxHeadDim;
+    bool has_window = tile < window_end;
     CUTE_NO_UNROLL
     for (; tile < window_end; ++tile)
-      attend_window_tile<Traits>(params, kHoldsWorkTile ? work_tile : schedule.work_tile_with(tile),
-                                 tile - map.first_window, worker.part, pipeline, softmax, tCrP, tCrO);
-    if constexpr (!kHoldsWorkTile) work_tile = schedule.work_tile_with(end - 1);
-    Queries<Traits>(params, work_tile).load(worker, shared_p, channel_order<Traits>(params.keys, work_tile), tCrQ);
-    int first_tile = map_tiles().first_tile;
-    int seen_by_all = Mask(params, work_tile).seen_by_all();
+      attend_window_tile<Traits>(params, kHoldsWorkTile ? work_tile : work_tile_with(tile), tile, worker, shared_p,
+                                 pipeline, softmax, tCrP, tCrO);
+    if constexpr (!kHoldsWorkTile) work_tile = work_tile_with(end - 1);
+    if (has_window) order_channels(worker, shared_p, channel_order<Traits>(params.values, work_tile), tCrO);
+    load_queries(shared_p, channel_order<Traits>(params.keys, work_tile), tCrQ);
+    int first_compressed = work_tile.window_end(), seen_by_all = Mask(params, work_tile).seen_by_all();
     auto limits = Mask(params, work_tile).template limits<Traits>(false);
     CUTE_NO_UNROLL
     for (; tile < end; ++tile) {
-      int first_token = (tile - first_tile) * format::kTileTokens;
+      int first_token = (tile - first_compressed) * format::kTileTokens;
       Tensor tCrS = make_logits<Traits>();
       Stage keys = pipeline.next();
       clear(tCrS);
@@ -119,14 +137,18 @@ CUTE_DEVICE void attend(Params const& params, typename Traits::Schedule const& s
       pipeline.release();
     }
     softmax.finish();
-    work_tile = schedule.work_tile_with(tile - 1);
+    work_tile = work_tile_with(tile - 1);
     if constexpr (Pipeline::kCombinesInCluster) {
-      if (params.schedule.by_work_tile)
+      if (params.schedule.in_cluster)
         return store_partial<Traits>(tCrO, softmax, work_tile.rows, worker.part, pipeline.partial());
     }
-    int index = blockIdx.x * params.schedule.workers + worker.index;
-    store_partial<Traits>(tCrO, softmax, work_tile.rows, worker.part,
-                          reduce::partial<typename Traits::Partial>(params.output, index, work_tile.index));
+    store_partial<Traits>(tCrO, softmax, work_tile.rows, worker.part, partial_of(work_tile));
+  }
+  if constexpr (Pipeline::kCombinesInCluster && !Traits::kUniform) {
+    if (params.schedule.by_work_tile && split.begin == split.end)
+      store_empty_partial<Traits>(worker.part, params.schedule.in_cluster
+                                                   ? pipeline.partial()
+                                                   : partial_of(schedule.work_tile_of_worker(worker.index, 0)));
   }
 }
 

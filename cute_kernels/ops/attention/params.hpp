@@ -11,6 +11,9 @@ namespace cute_kernels::attention {
 inline constexpr int kOrderBytes = format::kTileTokens;
 inline constexpr int kStageOrders = 2;  // token orders that a stage has bytes for
 
+// From token to token of a window tile in a stage: whole vectors of 16 bytes.
+CUTE_HOST_DEVICE constexpr int window_row_elements(int head_dim) { return (head_dim + 7) / 8 * 8; }
+
 struct Params : Problem {
   float scale_log2;                  // the kernels' exponentials are powers of two
   int group;                         // query heads of a KV head
@@ -18,8 +21,8 @@ struct Params : Problem {
   bool uniform;            // contiguous caches with one token order, row i attends to sequence i, equal lengths
   bool separate_orders;    // keys and values were not compressed together: each has its token order
   bool zero_masked;        // sequences may end within a tile whose further tokens are stored
-  bool window_vectorized;  // keys of the window and q may be read 16 bytes at a time
-  bool window_staged;      // producers load the window's tokens as they lie; true without a window
+  bool window_vectorized;  // the window's tokens may be read 16 bytes at a time
+  bool window_staged;      // the window's tokens are copied to stages as tiles are; true without a window
   int schedule_bytes;      // of shared memory that the schedule takes
   schedule::Params schedule;
   pipeline::Stages stages;

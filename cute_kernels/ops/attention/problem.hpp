@@ -19,6 +19,13 @@ struct Window {
   int32_t const* lengths;  // (sequences): how many of them count, from the first; null: all
 };
 
+// What the host knows of the compressed tokens that count, where lengths are on the device. Kernels are laid out for it;
+// results do not depend on it.
+struct ExpectedLengths {
+  int longest;  // of the longest sequence; 0: not known
+  int64_t sum;  // of all rows of q
+};
+
 struct Problem {
   format::SparseView keys, values;  // both contiguous or both in pages of one table
   void const* q;                    // (batch, q_heads, q_tokens, head_dim) in the caches' dtype
@@ -33,6 +40,7 @@ struct Problem {
   void* out;       // contiguous (batch, q_heads, q_tokens, head_dim) in the caches' dtype
   float* lse;      // contiguous (batch, q_heads, q_tokens), or null
   int num_splits;  // the most splits of a KV head's tokens; 0: any number
+  ExpectedLengths expected;
 };
 
 }  // namespace cute_kernels::attention

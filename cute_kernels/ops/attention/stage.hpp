@@ -35,14 +35,12 @@ struct StageSource {
   int64_t tile = -1;      // in the storage, the same for keys and values; -1: none
   int window_tokens = 0;  // 0: none
 
-  CUTE_DEVICE StageSource(Params const& params, schedule::WorkTile const& work_tile, schedule::KvTileMap const& map,
-                          int kv_tile, bool is_value)
+  CUTE_DEVICE StageSource(Params const& params, schedule::WorkTile const& work_tile, int kv_tile, bool is_value)
       : is_value(is_value) {
-    int index = kv_tile - map.first_tile;
-    if (kv_tile < map.window_end) {
-      if (params.window_staged)
-        window_tokens = min(schedule::kWindowTileTokens,
-                            work_tile.window_tokens - (kv_tile - map.first_window) * schedule::kWindowTileTokens);
+    int index = kv_tile - work_tile.window_end();
+    if (index < 0) {
+      int before = (kv_tile - work_tile.tiles.begin) * schedule::kWindowTileTokens;
+      if (params.window_staged) window_tokens = min(schedule::kWindowTileTokens, work_tile.window_tokens - before);
     } else if (index * format::kTileTokens < work_tile.tokens) {
       if constexpr (Traits::kUniform) __builtin_assume(!view(params).pages.table);
       tile = view(params).tile_index(work_tile.sequence, work_tile.kv_head, index);

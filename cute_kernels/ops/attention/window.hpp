@@ -1,13 +1,15 @@
-// A window tile: dense tokens into A fragments, from the stage that producers have filled or straight from global
-// memory.
+// A window tile: dense tokens into A fragments, from the stages that producers have filled or the worker fills itself.
 //
-// Every warp of a worker takes 16 tokens, the first block of its part of a tile's 64; the positions of the other blocks
-// are masked.
+// Every warp of a worker takes 16 tokens of the keys, the first block of its part of a tile's 64; the positions of the
+// other blocks are masked. Of the values it takes its part of the channels, in the order in which they lie; O^T gets
+// the order of the compressed values afterwards, once for all window tiles.
 #pragma once
 
+#include <cute/arch/copy_sm75.hpp>
+
 #include "cute_kernels/common/ptx.hpp"
-#include "cute_kernels/ops/attention/load_queries.hpp"
 #include "cute_kernels/ops/attention/stage.hpp"
+#include "cute_kernels/ops/attention/worker.hpp"
 
 namespace cute_kernels::attention {
 
@@ -16,11 +18,14 @@ class WindowTile {
  public:
   static_assert(schedule::kWindowTileTokens == 16 * Traits::kWorkerWarps);
 
-  // The `index`-th tile of a work tile's window, of which the warp takes its part.
-  CUTE_DEVICE WindowTile(Params const& params, schedule::WorkTile const& work_tile, int index, int part)
+  // The `index`-th tile of a work tile's window.
+  CUTE_DEVICE WindowTile(Params const& params, schedule::WorkTile const& work_tile, int index,
+                         Worker<Traits> const& worker)
       : params_(params),
         work_tile_(work_tile),
-        part_(part),
+        worker_(worker),
+        part_(worker.part),
+        stride_(window_row_elements(params.keys.head_dim)),
         first_token_(index * schedule::kWindowTileTokens),
         tokens_(work_tile.window_tokens - first_token_) {}
 
@@ -30,12 +35,24 @@ class WindowTile {
     return position % kPart < 16 ? first_token_ + position / kPart * 16 + position % kPart : kMasked;
   }
 
+  // Unless producers have: fills the stage of the keys or of the values, with all warps of the worker.
+  CUTE_DEVICE void fill(Stage const& stage, void const* window, int64_t const (&strides)[3]) const {
+    if (params_.window_staged) return;
+    auto const* from = static_cast<Element const*>(window) + window_offset(work_tile_, strides, first_token_);
+    int vectors = stride_ / 8, end = vectors * min(tokens_, schedule::kWindowTileTokens);
+    CUTE_NO_UNROLL
+    for (int i = threadIdx.x % Traits::kWorkerThreads; i < end; i += Traits::kWorkerThreads) {
+      int token = i / vectors;
+      reinterpret_cast<uint4*>(stage.block)[i] = vector(from + token * strides[2], i % vectors * 8);
+    }
+    worker_.sync();
+  }
+
   // S^T = K Q^T. `stage`: that of the tile's keys.
   template <class FragmentS>
-  CUTE_DEVICE void multiply_keys(Stage const& stage, FragmentS& tCrS /* (MMA,own MMA_M,MMA_N) */) const {
-    Window const& window = params_.window;
-    Rows keys = rows(stage, window.keys, window.key_strides);
-    Queries<Traits> queries(params_, work_tile_);
+  CUTE_DEVICE void multiply_keys(Stage const& stage, SharedP<Traits>& shared_p,
+                                 FragmentS& tCrS /* (MMA,own MMA_M,MMA_N) */) const {
+    auto const* keys = reinterpret_cast<Element const*>(stage.block);
     int row = 16 * part_ + lane_ / 4;
     MMA_Atom<mma::WarpMmaOp<Element>> mma;
     clear(tCrS);
@@ -44,9 +61,11 @@ class WindowTile {
     for (int channel = 8 * (lane_ % 4); channel < Traits::kHeadDim; channel += 32) {
       uint4 a[2];
       CUTE_UNROLL
-      for (int i = 0; i < 2; ++i)
-        a[i] =
-            row + 8 * i < tokens_ ? vector(keys.data + (row + 8 * i) * keys.stride, channel) : make_uint4(0, 0, 0, 0);
+      for (int i = 0; i < 2; ++i) {
+        a[i] = make_uint4(0, 0, 0, 0);
+        if (row + 8 * i < tokens_ && channel < stride_)
+          a[i] = *reinterpret_cast<uint4 const*>(keys + (row + 8 * i) * stride_ + channel);
+      }
       Tensor tCrA = make_tensor<Element>(Shape<Shape<_2, _2, _2>, _2>{});  // (MMA,blocks of 16 channels)
       Tensor words = recast<uint32_t>(tCrA);
       words(0, 0) = a[0].x, words(1, 0) = a[1].x, words(2, 0) = a[0].y, words(3, 0) = a[1].y;
@@ -54,70 +73,40 @@ class WindowTile {
       CUTE_UNROLL
       for (int n = 0; n < Traits::kRowBlocks; ++n) {
         Tensor tCrB = make_tensor<Element>(Shape<Shape<_2, _2>, _2>{});  // (MMA,blocks of 16 channels)
-        *reinterpret_cast<uint4*>(raw_pointer_cast(tCrB.data())) = vector(queries.row(n), channel);
+        *reinterpret_cast<uint4*>(raw_pointer_cast(tCrB.data())) =
+            *reinterpret_cast<uint4 const*>(shared_p.query(8 * n + lane_ / 4) + channel);
         cute::gemm(mma, tCrA(_, 0), tCrB(_, 0), tCrS(_, 0, n));
         cute::gemm(mma, tCrA(_, 1), tCrB(_, 1), tCrS(_, 0, n));
       }
     }
   }
 
-  // O^T += V^T P^T, channels in the order of the compressed values. `stage`: that of the tile's values.
+  // O^T += V^T P^T. `stage`: that of the tile's values.
   template <class FragmentP, class FragmentO>
-  CUTE_DEVICE void multiply_values(Stage const& stage, uint8_t const* channel_order,
-                                   FragmentP const& tCrP /* (MMA,MMA_N,MMA_K) */,
+  CUTE_DEVICE void multiply_values(Stage const& stage, FragmentP const& tCrP /* (MMA,MMA_N,MMA_K) */,
                                    FragmentO& tCrO /* (MMA,own MMA_M,MMA_N) */) const {
-    Window const& window = params_.window;
-    Rows values = rows(stage, window.values, window.value_strides);
-    int row = lane_ / 4, column = 2 * (lane_ % 4), last_token = max(tokens_ - 1, 0),
-        last_channel = params_.values.head_dim - 1;
+    auto const* values = reinterpret_cast<Element const*>(stage.block);
     MMA_Atom<mma::WarpMmaOp<Element>> mma;
-    uint8_t const* channels = channel_order + 16 * part_ * Traits::kOwnChannelBlocks + row;
-    // Tokens lie as far apart as banks repeat: the lanes of a quad, which have a token each, begin with different
-    // channels. Kernels for separate orders are too long for it: their code would exceed what a launch
-    // fetches ahead.
-    int rotation = Traits::kSeparateOrders ? 0 : lane_ % kChannels;
     CUTE_UNROLL
-    for (int round = 0; round < Traits::kOwnChannelBlocks; round += kRound) {
-      ptx::compiler_fence();  // or more loads come first than registers suffice for
-      Tensor tCrA = make_tensor<Element>(
-          Shape<Shape<_2, _2, _2>, Int<kRound>, Int<Traits::kWorkerWarps>>{});  // (MMA,MMA_M,token blocks)
-      Tensor words = recast<uint32_t>(tCrA);                                    // pairs of tokens
-      int channel[kChannels];
+    for (int m = 0; m < Traits::kOwnChannelBlocks; m += kBlocks) {
       CUTE_UNROLL
-      for (int i = 0; i < kChannels; ++i)  // those beyond the last are not stored
-        channel[i] = min(static_cast<int>(channels[16 * round + 8 * ((i + rotation) % kChannels)]), last_channel);
-      CUTE_UNROLL
-      for (int pair = 0; pair < 2 * Traits::kWorkerWarps; ++pair) {
-        // Whatever lies where there is no token must not be multiplied by a weight of 0: zeros take its place.
-        int token = Traits::TileFormat::position_of_column(8 * pair) + column,
-            next = token + Traits::TileFormat::position_of_column(1);
-        int low = min(token, last_token), high = min(next, last_token);
-        uint32_t exists = (token < tokens_ ? 0xffffu : 0) | (next < tokens_ ? 0xffff0000u : 0);
-        uint32_t loaded[kChannels];
+      for (int k = 0; k < Traits::kWorkerWarps; ++k) {
+        ptx::compiler_fence();  // or more loads come first than registers suffice for
+        Tensor tCrA = make_tensor<Element>(Shape<Shape<_2, _2, _2>, Int<kBlocks>>{});  // (MMA,MMA_M)
+        Tensor words = recast<uint32_t>(tCrA);                                         // pairs of tokens
         CUTE_UNROLL
-        for (int i = 0; i < kChannels; ++i)
-          loaded[i] = (bits(values.data[low * values.stride + channel[i]]) |
-                       bits(values.data[high * values.stride + channel[i]]) << 16) &
-                      exists;
-        CUTE_UNROLL
-        for (int bit = 1; bit < kChannels; bit *= 2) {  // undoes the rotation
-          uint32_t before[kChannels];
+        for (int pair = 0; pair < 2; ++pair) {
+          int token = Traits::TileFormat::position_of_column(16 * k + 8 * pair);
+          uint32_t pairs[kMatrices];
+          load_pairs(values, token, 16 * (part_ * Traits::kOwnChannelBlocks + m), pairs);
           CUTE_UNROLL
-          for (int i = 0; i < kChannels; ++i) before[i] = loaded[i];
-          CUTE_UNROLL
-          for (int i = 0; i < kChannels; ++i)
-            if (rotation & bit) loaded[i] = before[(i + kChannels - bit) % kChannels];
+          for (int i = 0; i < kMatrices; ++i) words(i % 2 + 2 * pair, i / 2) = pairs[i];
         }
         CUTE_UNROLL
-        for (int i = 0; i < kChannels; ++i) words(i % 2 + 2 * (pair % 2), i / 2, pair / 2) = loaded[i];
-      }
-      CUTE_UNROLL
-      for (int m = 0; m < kRound; ++m) {
-        CUTE_UNROLL
-        for (int k = 0; k < Traits::kWorkerWarps; ++k) {
+        for (int i = 0; i < kBlocks; ++i) {
           CUTE_UNROLL
           for (int n = 0; n < Traits::kRowBlocks; ++n)
-            cute::gemm(mma, tCrA(_, m, k), tCrP(_, n, k * Traits::kOwnTokenBlocks), tCrO(_, round + m, n));
+            cute::gemm(mma, tCrA(_, i), tCrP(_, n, k * Traits::kOwnTokenBlocks), tCrO(_, m + i, n));
         }
       }
     }
@@ -125,39 +114,88 @@ class WindowTile {
 
  private:
   using Element = typename Traits::Element;
-  static constexpr int kRound = Traits::kHeadDim < format::kMaxHeadDim ? 2 : 1;  // by registers: blocks of 16 channels
-  static constexpr int kChannels = 2 * kRound;                                   // of a lane in a round
+  static constexpr int kBlocks =
+      2;  // of 16 channels, that are loaded at a time: as matrices of 8 channels and 8 tokens
+  static constexpr int kMatrices = 2 * kBlocks;
 
   Params const& params_;
   schedule::WorkTile const& work_tile_;
+  Worker<Traits> const& worker_;
   int lane_ = ptx::lane_index();
-  int part_, first_token_;
+  int part_, stride_;  // elements from token to token in a stage
+  int first_token_;
   int tokens_;  // from the first on
 
-  // Of the tile's tokens.
-  struct Rows {
-    Element const* data;
-    int stride;  // times the tokens of a window within 2^31, which dispatch/ sees to
-  };
-
-  CUTE_DEVICE Rows rows(Stage const& stage, void const* data, int64_t const (&strides)[3]) const {
-    if (params_.window_staged) return {reinterpret_cast<Element const*>(stage.block), params_.keys.head_dim};
-    return {static_cast<Element const*>(data) + window_offset(work_tile_, strides, first_token_),
-            static_cast<int>(strides[2])};
+  // Of channels first_channel + lane / 4, + 8, + 16, + 24: the tokens of the lane's two columns from a block's on.
+  // Tokens lie as far apart as banks repeat, so those of a matrix begin with different channels.
+  CUTE_DEVICE void load_pairs(Element const* values, int block, int first_channel, uint32_t (&pairs)[kMatrices]) const {
+    static_assert(kMatrices == 4);
+    constexpr int kPairDistance = Traits::TileFormat::position_of_column(1);  // between tokens of a register
+    int row = lane_ % 8, token = block + row - row % 2 + row % 2 * kPairDistance;
+    int channel = first_channel + 8 * ((lane_ / 8 + row / 2) % kMatrices);
+    // Channels beyond the last, whose results are not stored, repeat others.
+    auto const* from = values + min(token, max(tokens_ - 1, 0)) * stride_ + min(channel, stride_ - 8);
+    SM75_U16x8_LDSM_T::copy(*reinterpret_cast<uint128_t const*>(from), pairs[0], pairs[1], pairs[2], pairs[3]);
+    CUTE_UNROLL
+    for (int bit = 1; bit < kMatrices; bit *= 2) {  // undoes the rotation
+      uint32_t before[kMatrices];
+      CUTE_UNROLL
+      for (int i = 0; i < kMatrices; ++i) before[i] = pairs[i];
+      CUTE_UNROLL
+      for (int i = 0; i < kMatrices; ++i)
+        if (lane_ % 4 & bit) pairs[i] = before[(i + kMatrices - bit) % kMatrices];
+    }
+    // Whatever lies where there is no token must not be multiplied by a weight of 0: zeros take its place.
+    int low = block + 2 * (lane_ % 4), high = low + kPairDistance;
+    uint32_t exists = (low < tokens_ ? 0xffffu : 0) | (high < tokens_ ? 0xffff0000u : 0);
+    CUTE_UNROLL
+    for (int i = 0; i < kMatrices; ++i) pairs[i] &= exists;
   }
 
-  CUTE_DEVICE static uint32_t bits(Element const& value) { return reinterpret_cast<uint16_t const&>(value); }
-
-  // Channels [channel, channel + 8) of a row; zeros beyond the last.
+  // Channels [channel, channel + 8) of a row in global memory; zeros beyond the last.
   CUTE_DEVICE uint4 vector(Element const* row, int channel) const {
-    if (channel >= params_.keys.head_dim) return make_uint4(0, 0, 0, 0);  // which is a multiple of 8
+    int channels = params_.keys.head_dim - channel;
+    if (channels <= 0) return make_uint4(0, 0, 0, 0);
     if (params_.window_vectorized) return *reinterpret_cast<uint4 const*>(row + channel);
     Tensor elements = make_tensor<Element>(_8{});
     CUTE_UNROLL
-    for (int i = 0; i < 8; ++i) elements(i) = row[channel + i];
+    for (int i = 0; i < 8; ++i) elements(i) = i < channels ? row[channel + i] : Element(0.f);
     Tensor words = recast<uint32_t>(elements);
     return make_uint4(words(0), words(1), words(2), words(3));
   }
 };
+
+// O^T of window tiles, whose channels are in the order in which they lie, in the order of the compressed values: the
+// worker's warps pass each other their rows through shared memory.
+template <class Traits, class FragmentO>
+CUTE_DEVICE void order_channels(Worker<Traits> const& worker, SharedP<Traits>& shared_p, uint8_t const* channel_order,
+                                FragmentO& tCrO /* ((2,2),own MMA_M,MMA_N) */) {
+  constexpr int kBlocks = Traits::kOwnChannelBlocks, kPart = 16 * kBlocks;  // channels of a warp
+  int lane = threadIdx.x % 32;
+  uint8_t const* of_lane = channel_order + worker.part * kPart + lane / 4;
+  CUTE_UNROLL
+  for (int n = 0; n < Traits::kRowBlocks; ++n) {
+    Tensor ordered = make_tensor_like(tCrO(_, _, n));  // ((2,2),own MMA_M)
+    CUTE_NO_UNROLL
+    for (int part = 0; part < Traits::kWorkerWarps; ++part) {
+      worker.sync();  // what was there has been read
+      if (worker.part == part) {
+        CUTE_UNROLL
+        for (int i = 0; i < 2 * kBlocks; ++i)
+          shared_p.rows_of_channel(8 * i + lane / 4) =
+              make_float2(tCrO(make_coord(0, i % 2), i / 2, n), tCrO(make_coord(1, i % 2), i / 2, n));
+      }
+      worker.sync();
+      CUTE_UNROLL
+      for (int i = 0; i < 2 * kBlocks; ++i) {
+        int channel = of_lane[8 * i] - part * kPart;
+        if (channel < 0 || channel >= kPart) continue;
+        float2 rows = shared_p.rows_of_channel(channel);
+        ordered(make_coord(0, i % 2), i / 2) = rows.x, ordered(make_coord(1, i % 2), i / 2) = rows.y;
+      }
+    }
+    copy(ordered, tCrO(_, _, n));
+  }
+}
 
 }  // namespace cute_kernels::attention

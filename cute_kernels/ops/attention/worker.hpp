@@ -66,8 +66,14 @@ class SharedP {
     }
   }
 
-  // The same bytes for the rows of q, kQueryStride apart, as long as there is no P.
-  CUTE_DEVICE typename Traits::Element* q() { return p_[0]; }
+  // A row of the work tile's q, for which there is room of its own.
+  CUTE_DEVICE typename Traits::Element* query(int row) { return q_[row]; }
+
+  // The bytes of P, for a warp's channels of O^T: the two rows of 8 that this lane accumulates, of a channel.
+  CUTE_DEVICE float2& rows_of_channel(int channel) {
+    static_assert(sizeof(p_) >= 16 * Traits::kOwnChannelBlocks * 8 * sizeof(float));
+    return reinterpret_cast<float2*>(p_)[4 * channel + threadIdx.x % 4];
+  }
 
   // A number of every warp for every row: of those that this lane accumulates.
   CUTE_DEVICE float& row_number(int warp, int i) {
@@ -79,7 +85,10 @@ class SharedP {
   static constexpr int kRowStride = Traits::kTokens + 8;  // rows in different banks
   static_assert(Traits::kOwnTokenBlocks % 2 == 0, "whole vectors");
 
-  alignas(16) Element p_[2][Traits::kN * cute::max(kRowStride, Traits::kQueryStride / 2)];
+  static constexpr int kRowsOfChannels = 16 * Traits::kOwnChannelBlocks * 8 * sizeof(float) / sizeof(Element);
+
+  alignas(16) Element p_[2][cute::max(Traits::kN * kRowStride, kRowsOfChannels / 2)];
+  alignas(16) Element q_[Traits::kN][Traits::kQueryStride];
   float row_numbers_[Traits::kWorkerWarps][Traits::kN];
 
   // A lane's registers of two blocks of 16 tokens.

@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(pipeline::kMaxThreads<product::sm90::kMaxWarpg
               if (threadIdx.x % 32 == 0) last_work_tiles[worker] = work_tile.index;
             });
         auto sync_workers = [&] { pipeline.sync_workers(); };
-        if (params.schedule.by_work_tile) {
+        if (params.schedule.in_cluster) {
           combine.arrive();
           return combine.write(stages, 32 * workers, first, sync_workers);
         }
@@ -91,7 +91,7 @@ void launch(Params const& params, pipeline::Config const& config, cudaStream_t s
       product::sm90::launch(converts ? sparse_av_warpgroups<T, true> : sparse_av_warpgroups<T, false>, ring_params,
                             config, mma::kWarpgroupThreads,
                             product::sm90::kWarpgroupsFixedBytes<T, WarpgroupStorage<T>>, stream);
-    if (params.schedule.by_work_tile) return;
+    if (params.schedule.in_cluster) return;
     reduce::launch_combine<reduce::Sum, OutputShape<T>, typename T::Element, schedule::ProductPolicy<T::kN>>(
         params.schedule, params.output, config, 0, stream);
   });

@@ -46,7 +46,7 @@ struct ClusterShape {
 inline ClusterShape cluster_shape(Config const& config) {
   ClusterShape shape{config.cluster, 0, config.workers, 1};
   while (1 << shape.ctas_log2 < config.cluster) ++shape.ctas_log2;
-  if (config.splits_per_work_tile > 0) {
+  if (config.in_cluster) {
     shape.splits = std::min(config.splits_per_work_tile, config.workers);
     shape.work_tiles = config.workers / shape.splits;
   }

@@ -34,12 +34,15 @@ def pack_problem(
     scale: float,
     causal: bool = True,
     num_splits: int = 0,
+    expected: tuple[int, int] = (0, 0),
 ) -> _C.AttentionProblem:
     """Attention of queries like q (B, Hq, Sq, D); only its shape and strides matter.
 
     keys, values: both contiguous, or both in pages of one table; S caches. num_splits: 0 lets the kernels choose.
+    expected: compressed tokens of the longest of q's sequences, and of all of them together, where launches will pass
+        lengths; it decides how work is split, so no more than the last bits of results. (0, 0): not known.
     """
-    return _C.AttentionProblem(keys, values, window, q.shape[:3], q.stride()[:3], scale, causal, num_splits)
+    return _C.AttentionProblem(keys, values, window, q.shape[:3], q.stride()[:3], scale, causal, num_splits, expected)
 
 
 def launch_problem(

@@ -267,7 +267,8 @@ class CacheCore:
         if out.numel():
             q = checks.plain(q)
             named = None if sequences is None else storage.numbers(rows, capturing=self.capturing())
-            problem = storage.problem(q, scale, causal)
+            expected = self.table.expected(rows, reserved=self.capturing())
+            problem = storage.problem(q, scale, causal, expected=expected)
             launch_problem(problem, q, out, lse, name, sequences=named, lengths=storage.lengths)
         return out, lse
 
@@ -302,6 +303,7 @@ class CacheCore:
             and not self.captured
             and not self.capturing()
             and self.table.stays_dense(known.rows, known.tokens)
+            and self.table.expected(known.rows) == known.expected
         ):
             batch, heads, tokens, head_dim = q.shape
             swapped = tokens_first and tokens == 1  # (B, 1, Hq, D) is the same memory as (B, Hq, 1, D)
@@ -318,7 +320,15 @@ class CacheCore:
         out, _ = self._attend(q, factor, True, False, None, None, backend)
         if k.shape[2] <= self.config.max_append and q.numel() and name != "reference":
             self.known_step = DecodingStep(
-                self.storage, k, v, q, scale=scale, factor=factor, backend=backend, name=name
+                self.storage,
+                k,
+                v,
+                q,
+                scale=scale,
+                factor=factor,
+                backend=backend,
+                name=name,
+                expected=self.table.expected(range(k.shape[0])),
             )
         return out.transpose(1, 2) if tokens_first else out
 

@@ -63,6 +63,7 @@ class SequenceTable:
         self._left = 0  # new tokens that fit into the window of each of them
         self._owed = 0  # tokens that each of them took and `_rows` does not count yet
         self._due: list[tuple[Row, int]] = []  # rows, and the windows that they are being given for that
+        self._expected: tuple[Sequence[int], tuple[int, int]] | None = None  # rows, and what is expected of them
         self.allocator = PageAllocator(pages)
         self.page_tokens, self.recent, self.capacity = page_tokens, recent, capacity
         self._pool_argument = pool_argument  # what the caller would have to raise
@@ -78,7 +79,7 @@ class SequenceTable:
             )  # at once: an interrupt leaves windows to be set again, not to be counted twice
         for row, window in self._due:
             row.window = window
-        self._due, self._group = [], ()
+        self._due, self._group, self._expected = [], (), None
         return self._rows
 
     def restore(self, states: Mapping[int, Row]) -> None:
@@ -179,6 +180,18 @@ class SequenceTable:
         for row, more in zip(rows, tokens):
             state = self.rows[row]
             state.compressed, state.window = self.after(row, more)
+
+    def expected(self, rows: Sequence[int], *, reserved: bool = False) -> tuple[int, int]:
+        """Compressed tokens of the longest of these rows, and of all of them together; reserved: tokens that they have
+        pages for. Decoding asks at every step, for the same rows; all of them are looked at once a tile. Keeps `rows`,
+        which must not change afterwards."""
+        if reserved:
+            lengths = [len(self._rows[row].pages) * self.page_tokens for row in rows]
+            return max(lengths, default=0), sum(lengths)
+        if self._expected is None or rows != self._expected[0]:
+            lengths = [self._rows[row].compressed for row in rows]
+            self._expected = rows, (max(lengths, default=0), sum(lengths))
+        return self._expected[1]
 
     def is_private(self, row: int) -> bool:
         """Whether the next tile would not meet a page that others hold too."""

@@ -31,13 +31,15 @@ class DecodingStep:
         factor: float,
         backend: str,
         name: str,
+        expected: tuple[int, int],
     ) -> None:
+        self.expected = expected
         self.rows, self.tokens = range(k.shape[0]), k.shape[2]
         self._shape, self._q_shape = k.shape, q.shape
         self._strides = k.stride(), v.stride(), q.stride()
         self._dtype, self._device = k.dtype, k.device
         self._scale, self._backend, self._name = scale, backend, name
-        self._problem = storage.problem(q, factor)
+        self._problem = storage.problem(q, factor, expected=expected)
         self._kernels: _C.cuda.DecodingStep | None = None
         if name != "cpu":
             self._kernels = _C.cuda.DecodingStep(

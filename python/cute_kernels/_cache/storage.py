@@ -98,14 +98,17 @@ class CacheStorage:
         others = self.lengths, self._numbers, self.content
         return self.pool.nbytes + self.windows.nbytes + sum(tensor.nbytes for tensor in others)
 
-    def problem(self, q: Tensor, scale: float, causal: bool = True) -> _C.AttentionProblem:
-        """Attention of queries like q over all that sequences hold. Valid as long as this object; the last one is
-        kept."""
-        wanted = q.shape, q.stride(), scale, causal
+    def problem(
+        self, q: Tensor, scale: float, causal: bool = True, *, expected: tuple[int, int]
+    ) -> _C.AttentionProblem:
+        """Attention of queries like q over all that sequences hold; expected: see pack_problem. Valid as long as this
+        object; the last one is kept."""
+        wanted = q.shape, q.stride(), scale, causal, expected
         known, problem = self._problem
         if problem is None or known != wanted:
             views = self.pool.key_view, self.pool.value_view
-            problem = pack_problem(*views, self.windows.attention_window, q, scale=scale, causal=causal)
+            window = self.windows.attention_window
+            problem = pack_problem(*views, window, q, scale=scale, causal=causal, expected=expected)
             self._problem = wanted, problem
         return problem
 

@@ -390,7 +390,11 @@ class ShardedKVCache:
         out, lse = q.new_empty(*q.shape), q.new_empty(*q.shape[:3], dtype=torch.float32)
         if out.numel():
             q = checks.plain(q)
-            launch_problem(shard.own_problem(q, scale, causal), q, out, lse, name, lengths=shard.own_lengths())
+            rows = self._table.rows[: q.shape[0]]
+            tiles = [shard.own_tiles(state.compressed // TILE) for state in rows]
+            expected = max(tiles) * TILE, sum(tiles) * TILE
+            problem = shard.own_problem(q, scale, causal, expected=expected)
+            launch_problem(problem, q, out, lse, name, lengths=shard.own_lengths())
         return out, lse
 
     def _own(self, row: int) -> tuple[Tensor, Tensor]:

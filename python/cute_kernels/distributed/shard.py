@@ -57,13 +57,14 @@ class Shard(CacheStorage):
         tiles = (self.lengths // TILE + (self.ranks - 1 - self.rank)) // self.ranks
         return tiles * TILE
 
-    def own_problem(self, q: Tensor, scale: float, causal: bool) -> _C.AttentionProblem:
-        """Attention of queries like q over this rank's tokens, for `own_lengths`."""
-        wanted = q.shape, q.stride(), scale, causal
+    def own_problem(self, q: Tensor, scale: float, causal: bool, *, expected: tuple[int, int]) -> _C.AttentionProblem:
+        """Attention of queries like q over this rank's tokens, for `own_lengths`; expected: see pack_problem."""
+        wanted = q.shape, q.stride(), scale, causal, expected
         known, problem = self._problem
         if problem is None or known != wanted:
             window = self.windows.attention_window if self.has_window else None
-            problem = pack_problem(self._own.key_view, self._own.value_view, window, q, scale=scale, causal=causal)
+            views = self._own.key_view, self._own.value_view
+            problem = pack_problem(*views, window, q, scale=scale, causal=causal, expected=expected)
             self._problem = wanted, problem
         return problem
 

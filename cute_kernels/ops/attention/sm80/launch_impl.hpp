@@ -26,7 +26,7 @@ void launch(Params const& params, pipeline::Config const& config, cudaStream_t s
     using T = decltype(traits);
     int stage_bytes = config.workers * params.stages.count * params.stages.stage_bytes;
     pipeline::launch_clusters(attention_kernel<T>, params, config, T::kWorkerThreads * config.workers,
-                              kFixedBytes<T> + params.schedule_bytes + stage_bytes, stream);
+                              kFixedBytes<T> + params.schedule_bytes + stage_bytes, false, stream);
     launch_combine<T>(params, config, stream);
   });
 }

@@ -45,35 +45,44 @@ class WorkerPipeline {
   Worker<Traits> const& worker_;
   schedule::Range split_;
   int number_ = 0;  // of the stage to fetch next: keys and values of a KV tile in turn
-  int rows_ = 0, first_row_ = 0,
-      tile_ = -1;  // lane i: of the i-th of 32 stages, so that no fetch waits for its offsets
+  // Of lane i: what fills the i-th of 32 stages, so that no fetch waits for its offsets.
+  void const* from_ = nullptr;
+  int bytes_ = 0, tile_ = -1;
 
   CUTE_DEVICE Stage stage_at(int index) const { return {params_.stages, stages_[index]}; }
 
   CUTE_DEVICE void look_up() {
     int number = number_ + ptx::lane_index(), kv_tile = split_.begin + number / 2;
-    tile_ = -1;
+    tile_ = -1, bytes_ = 0;
     if (kv_tile >= split_.end) return;
     schedule::WorkTile work_tile = schedule_.work_tile_with(kv_tile);
-    StageSource<Traits> source(params_, work_tile, work_tile.tile_map(), kv_tile, number % 2);
+    bool is_value = number % 2;
+    StageSource<Traits> source(params_, work_tile, kv_tile, is_value);
+    if (source.window_tokens > 0) {
+      Window const& window = params_.window;
+      int token = (kv_tile - work_tile.tiles.begin) * schedule::kWindowTileTokens;
+      int64_t elements = window_offset(work_tile, is_value ? window.value_strides : window.key_strides, token);
+      from_ = static_cast<uint16_t const*>(is_value ? window.values : window.keys) + elements;
+      bytes_ = source.window_tokens * params_.keys.head_dim * static_cast<int>(sizeof(uint16_t));
+    }
     if (source.tile < 0) return;
     format::SparseView const& view = source.view(params_);
     tile_ = static_cast<int>(source.tile);
-    first_row_ = static_cast<int>(view.first_row(source.tile));
-    rows_ = view.rows(source.tile);
+    from_ = view.blocks + int64_t{view.first_row(source.tile)} * format::kLanes;
+    bytes_ = view.rows(source.tile) * format::kRowBytes;
   }
 
   // Fills a stage. Always commits a group, so that groups count stages.
   CUTE_DEVICE void fetch(int into) {
-    int lane = number_ % 32, tile = __shfl_sync(~0u, tile_, lane), rows = __shfl_sync(~0u, rows_, lane);
-    int first_row = __shfl_sync(~0u, first_row_, lane);
+    int lane = number_ % 32, tile = __shfl_sync(~0u, tile_, lane), bytes = __shfl_sync(~0u, bytes_, lane);
+    auto from = __shfl_sync(~0u, reinterpret_cast<unsigned long long>(from_), lane);
+    Stage stage = stage_at(into);
+    int thread = 32 * worker_.part + ptx::lane_index();
+    if (bytes > 0)
+      pipeline::copy_block_async<Traits::kWorkerThreads, 2>(stage.block, reinterpret_cast<void const*>(from), bytes,
+                                                            thread, ptx::evict_first_policy());
     if (tile >= 0) {
-      Stage stage = stage_at(into);
       bool is_value = number_ % 2;
-      int thread = 32 * worker_.part + ptx::lane_index();
-      pipeline::copy_block_async<Traits::kWorkerThreads, 2>(
-          stage.block, (is_value ? params_.values : params_.keys).blocks + int64_t{first_row} * format::kLanes,
-          rows * format::kRowBytes, thread, ptx::evict_first_policy());
       auto copy_order = [&](uint8_t* to, format::SparseView const& view) {
         pipeline::copy_order_async(to, view.token_order + int64_t{tile} * kOrderBytes, thread);
       };

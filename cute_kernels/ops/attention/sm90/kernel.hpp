@@ -54,7 +54,7 @@ class WorkerPipeline {
     for (int i = 0; i < empty_iterations_; ++i) next(), release();
   }
 
-  // If by_work_tile: for this worker's partial of its work tile, in the stages, when all workers have read all tiles.
+  // If in_cluster: for this worker's partial of its work tile, in the stages, when all workers have read all tiles.
   CUTE_DEVICE typename Traits::Partial* partial() {
     pass_empty_iterations();
     sync_workers();
@@ -76,6 +76,7 @@ template <class Traits>
 __global__ void __launch_bounds__(kMaxThreads<kMaxWarpgroups<Traits>>, 1)
     attention_kernel(CUTE_GRID_CONSTANT RingParams const params) {
   extern __shared__ __align__(128) uint8_t shared[];
+  ptx::wait_for_primary();
   using Combine = reduce::ClusterCombine<reduce::LogSumExp, typename Traits::OutputShape, typename Traits::Element,
                                          typename Traits::SchedulePolicy>;
   auto& storage = *reinterpret_cast<Storage<Traits>*>(shared);
@@ -99,7 +100,7 @@ __global__ void __launch_bounds__(kMaxThreads<kMaxWarpgroups<Traits>>, 1)
                                         2 * (schedule.longest_split() - (split.end - split.begin)));
         attend<Traits>(params, schedule, split, worker, storage.p[worker.index], pipeline);
         ptx::launch_dependents();  // late: its CTAs find no free SM before
-        if (!params.schedule.by_work_tile) return pipeline.pass_empty_iterations();
+        if (!params.schedule.in_cluster) return pipeline.pass_empty_iterations();
         Combine combine(params.schedule, params.output, params.cluster, schedule);
         combine.arrive();
         auto first = combine.first_destination();

@@ -38,8 +38,8 @@ void launch(Params const& params, pipeline::Config const& config, cudaStream_t s
     int warpgroups = (config.workers * T::kWorkerWarps + kWarpgroupWarps - 1) / kWarpgroupWarps;
     pipeline::launch_clusters(kernel, ring_params, config, (warpgroups + 1) * kWarpgroupThreads,
                               kFixedBytes<T> + params.schedule_bytes + params.stages.count * params.stages.stage_bytes,
-                              stream);
-    if (!params.schedule.by_work_tile) launch_combine<T>(params, config, stream);
+                              true, stream);
+    if (!params.schedule.in_cluster) launch_combine<T>(params, config, stream);
   });
 }
 

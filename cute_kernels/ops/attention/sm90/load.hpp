@@ -34,15 +34,14 @@ struct TileLoad {
     schedule::Range split = schedule.split_of_worker(worker);
     int kv_tile = split.begin + iteration / 2;
     if (kv_tile >= split.end) return;
-    schedule::WorkTile work_tile = schedule.work_tile_with(kv_tile);
-    schedule::KvTileMap map = schedule.tile_map(work_tile, blockIdx.x * params.schedule.workers + worker);
-    StageSource<Traits> stage_source(params, work_tile, map, kv_tile, is_value);
+    schedule::WorkTile work_tile = schedule.work_tile_of_worker(worker, kv_tile);
+    StageSource<Traits> stage_source(params, work_tile, kv_tile, is_value);
     if (stage_source.window_tokens > 0) {
       Window const& window = params.window;
       source = Source::kWindow;
       rows = stage_source.window_tokens;
       window_elements = window_offset(work_tile, is_value ? window.value_strides : window.key_strides,
-                                      (kv_tile - map.first_window) * schedule::kWindowTileTokens);
+                                      (kv_tile - work_tile.tiles.begin) * schedule::kWindowTileTokens);
     }
     if (stage_source.tile < 0) return;
     format::SparseView const& view = stage_source.view(params);

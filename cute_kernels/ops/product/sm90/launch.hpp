@@ -62,7 +62,7 @@ void launch(void (*kernel)(KernelParams), KernelParams const& params, pipeline::
   using pipeline::kWarpgroupThreads;
   int warpgroups = (config.workers * worker_threads + kWarpgroupThreads - 1) / kWarpgroupThreads;
   pipeline::launch_clusters(kernel, params, config, (warpgroups + 1) * kWarpgroupThreads,
-                            fixed_bytes + params.stages.count * params.stages.stage_bytes, stream);
+                            fixed_bytes + params.stages.count * params.stages.stage_bytes, false, stream);
 }
 
 }  // namespace cute_kernels::product::sm90
