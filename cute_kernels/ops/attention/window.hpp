@@ -39,11 +39,18 @@ class WindowTile {
   CUTE_DEVICE void fill(Stage const& stage, void const* window, int64_t const (&strides)[3]) const {
     if (params_.window_staged) return;
     auto const* from = static_cast<Element const*>(window) + window_offset(work_tile_, strides, first_token_);
+    auto* to = reinterpret_cast<Element*>(stage.block);
     int vectors = stride_ / 8, end = vectors * min(tokens_, schedule::kWindowTileTokens);
     CUTE_NO_UNROLL
     for (int i = threadIdx.x % Traits::kWorkerThreads; i < end; i += Traits::kWorkerThreads) {
-      int token = i / vectors;
-      reinterpret_cast<uint4*>(stage.block)[i] = vector(from + token * strides[2], i % vectors * 8);
+      int channel = i % vectors * 8;
+      auto const* vector = from + i / vectors * strides[2] + channel;
+      if (params_.window_vectorized) {
+        reinterpret_cast<uint4*>(to)[i] = *reinterpret_cast<uint4 const*>(vector);
+        continue;
+      }
+      CUTE_NO_UNROLL
+      for (int j = 0; j < 8; ++j) to[8 * i + j] = channel + j < params_.keys.head_dim ? vector[j] : Element(0.f);
     }
     worker_.sync();
   }
@@ -150,18 +157,6 @@ class WindowTile {
     uint32_t exists = (low < tokens_ ? 0xffffu : 0) | (high < tokens_ ? 0xffff0000u : 0);
     CUTE_UNROLL
     for (int i = 0; i < kMatrices; ++i) pairs[i] &= exists;
-  }
-
-  // Channels [channel, channel + 8) of a row in global memory; zeros beyond the last.
-  CUTE_DEVICE uint4 vector(Element const* row, int channel) const {
-    int channels = params_.keys.head_dim - channel;
-    if (channels <= 0) return make_uint4(0, 0, 0, 0);
-    if (params_.window_vectorized) return *reinterpret_cast<uint4 const*>(row + channel);
-    Tensor elements = make_tensor<Element>(_8{});
-    CUTE_UNROLL
-    for (int i = 0; i < 8; ++i) elements(i) = i < channels ? row[channel + i] : Element(0.f);
-    Tensor words = recast<uint32_t>(elements);
-    return make_uint4(words(0), words(1), words(2), words(3));
   }
 };
 
