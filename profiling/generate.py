@@ -74,8 +74,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--side",
         action="append",
         choices=measure.SIDES,
-        help="what to measure, may be repeated (default: dense, sparse); -graph: steps as replays of a CUDA graph, "
-        "with a StaticCache or a SparseKVCache",
+        help="what to measure, may be repeated (default: dense, sparse); sparse-graph: SparseKVCache(graphs=True); "
+        "static-graph: a StaticCache, its steps as replays of a CUDA graph by a loop of our own",
     )
     add(
         "--sdpa",
@@ -152,6 +152,8 @@ def _complete(args: argparse.Namespace, parser: argparse.ArgumentParser) -> argp
     args.batch = args.batch or _batches(QUICK["batch"] if small else BATCHES)
     if "max" in args.batch and on_cpu:
         parser.error("--batch max needs a GPU: a CPU's memory is the system's")
+    if args.mesh and any(side.endswith("-graph") for side in args.side or ()):
+        parser.error("--mesh goes without --side static-graph and sparse-graph: steps over a mesh are not captured")
     if on_cpu and any(side.endswith("-graph") for side in args.side or ()):
         parser.error(f"--side {' '.join(args.side)}: CUDA graphs need a GPU")
     if args.model is not None and not (args.model / "config.json").is_file():

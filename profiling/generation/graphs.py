@@ -1,4 +1,4 @@
-"""Greedy generation whose steps are replays of one CUDA graph: what a model does when Python does not hold it up."""
+"""Greedy generation with a static cache whose steps are replays of one CUDA graph: dense, without Python's time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def capture(step: Step) -> Step:
 def generate(
     model: Any, cache: Any, ids: torch.Tensor, new_tokens: int, clock: Any, capture: Callable[[Step], Step] = capture
 ) -> None:
-    """Generates with a cache that a graph can write to: a StaticCache or a SparseKVCache of sufficient capacity.
+    """Generates with a StaticCache of sufficient capacity.
 
     The prompts run eagerly, and so does the first step; then one step is captured, which counts as time, and replayed.
     No padding. capture: what makes a replay of a step; tests have none.
@@ -44,11 +44,7 @@ def generate(
 
     step()
     clock.put(tokens.cpu())
-    if hasattr(cache, "reserve"):
-        cache.reserve(new_tokens - 2)
     replay = capture(step)
     for _ in range(new_tokens - 2):
         replay()
         clock.put(tokens.cpu())
-    if hasattr(cache, "advance"):  # the host has seen the capture, not the replays
-        cache.advance(prompt + new_tokens - 1 - cache.get_seq_length())

@@ -46,7 +46,7 @@ class Side:
         """Generates greedily; returns the cache. The clock's `put` gets the prompts, then every step's tokens."""
         cache = self._cache(model, ids.shape[1] + new_tokens)
         with _backends(self.sdpa):
-            if self.graph:
+            if self.graph and not self.sparse:
                 graphs.generate(model, cache, ids, new_tokens, clock)
             else:
                 model.generate(
@@ -76,6 +76,7 @@ class Side:
                 window=self.window,
                 capacity=capacity,
                 mesh=self.mesh,
+                graphs=self.graph,
             )
         if self.graph:
             return StaticCache(config=model.config, max_cache_len=capacity)

@@ -123,6 +123,11 @@ class CacheCore:
                 "reserve(tokens) before replaying; `lengths` says what the sequences hold"
             )
 
+    def forget_graphs(self) -> None:
+        """No graph of an append will be replayed any more: lengths are the host's again."""
+        self.refresh("forget_graphs")
+        self.captured = False
+
     # ---- Changes -----------------------------------------------------------------------------------------------------
 
     def begin(self, what: str, rows: Iterable[int]) -> None:

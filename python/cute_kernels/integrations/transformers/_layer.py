@@ -142,6 +142,16 @@ class SparseLayer(CacheLayerMixin):
         self._grow(self.kv, self.seen + columns - self.evicted)
         self.kv.reserve(columns)
 
+    @property
+    def captured(self) -> bool:
+        """Whether graphs may append tokens that the host does not know of."""
+        return isinstance(self.kv, KVCache) and core_of(self.kv).captured
+
+    def forget_graphs(self) -> None:
+        """All of them are gone."""
+        if isinstance(self.kv, KVCache):
+            core_of(self.kv).forget_graphs()
+
     def check_rows_move(self, what: str) -> None:
         """Raises NotImplementedError for what a cache over a mesh does not have."""
         if self.settings.mesh is not None:

@@ -15,6 +15,7 @@ from cute_kernels._runtime.backends import check_name, resolve
 from cute_kernels._runtime.extension import _C
 from cute_kernels._runtime.launching import compression_kernels
 from cute_kernels.distributed.ranks import HEADS, Ranks
+from cute_kernels.rules import Magnitude
 
 OLDEST, NEWEST = (5, 0), (5, 17)  # both ends are tested
 
@@ -132,6 +133,11 @@ def check_attention(config: Any) -> int:
     if heads % kv_heads:
         raise ValueError(f"num_attention_heads must be a multiple of num_key_value_heads, got {heads} and {kv_heads}")
     return head_dim
+
+
+def prunes_in_kernels(key_rule: Any, value_rule: Any) -> bool:
+    """Whether a cache of these rules prunes in the kernels that store its tiles."""
+    return all(isinstance(rule, Magnitude) for rule in tile_rules.resolve_pair(key_rule, value_rule))
 
 
 def layer_options(

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from cute_kernels._runtime import checks
-from cute_kernels.integrations.transformers import _dense, _padding, _support
+from cute_kernels.integrations.transformers import _dense, _graphs, _padding, _support
 from cute_kernels.integrations.transformers._attention import DENSE, NAME, KVLength, TracedLength, register
 from cute_kernels.integrations.transformers._layer import Settings, SparseLayer
 from cute_kernels.rules import Rule
@@ -29,6 +29,7 @@ class SparseKVCache(Cache):
         SparseKVCache(model, sparsity=[0.5] * 4 + [0.8] * 28)                 # layer by layer
         SparseKVCache(model, sparsity={layer: 0.7 for layer in range(2, 32)}) # layers 0 and 1 are not pruned
         SparseKVCache(model, sparsity=0.7, value_rule="channel-magnitude")
+        SparseKVCache(model, sparsity=0.7, graphs=True)                       # steps as replays of CUDA graphs
         SparseKVCache(model, sparsity=0.7, mesh=mesh, capacity=131072)        # tokens spread over several GPUs
         SparseKVCache.from_cache(dense_cache, model, sparsity=0.7)            # of tokens that were read already
 
@@ -64,6 +65,13 @@ class SparseKVCache(Cache):
         prompts run whole on every rank, and samplers need one seed on all of them. No beams, no crop. Along "tp" the
         model's heads are spread, by its own plan or torch's: the cache takes the heads that come.
 
+    graphs: run decoding steps, passes of one token a sequence, as replays of a CUDA graph, which the host does not slow
+        down; config must be the model, whose `forward` is wrapped for it. The second step of a turn is captured; memory
+        for a quarter more tokens, 256 at least, is taken then, and again when they are used up. What a replay reads,
+        the weights first of all, must stay where it is; hooks inside the model run at the capture only. Prompts, and
+        steps between which beams or assisted decoding change the cache, run as without it. So does everything where
+        steps cannot be captured: a warning names the reason once.
+
     Raises TypeError and ValueError here for options that do not fit, and for what the config tells: layers with a
     sliding window or another kind of attention, logit soft-capping, keys and values shared between layers,
     encoder-decoder models, a float32 model, another 16-bit dtype than the model's, an attention implementation other
@@ -94,12 +102,16 @@ class SparseKVCache(Cache):
         dtype: torch.dtype | None = None,
         backend: str = "auto",
         mesh: Any = None,
+        graphs: bool = False,
     ) -> None:
         decoder = _support.decoder_config(config)
         layers = _support.check_layers(decoder)
         head_dim = _support.check_attention(decoder)
         model_dtype = config.dtype if isinstance(config, PreTrainedModel) else decoder.dtype
         _support.check_options(window, capacity, backend)
+        checks.flag(graphs, "graphs")
+        if graphs and not isinstance(config, PreTrainedModel):
+            raise TypeError(f"graphs=True takes the model as config, got {type(config).__name__}")
         if isinstance(config, PreTrainedModel):
             _support.check_devices(config, backend)
         amounts = {"sparsity": sparsity, "keep": keep, "key_keep": key_keep, "value_keep": value_keep}
@@ -118,7 +130,12 @@ class SparseKVCache(Cache):
         self._fixed = 0  # columns with evicted ones among them, which cannot be taken back
         self._hidden_layers = getattr(decoder, "num_hidden_layers", None)
         self.unfinished = False  # a change has begun and not come to its end: layers may differ
+        self.steps: _graphs.StepGraphs | None = None
         _switch(decoder)
+        if graphs and isinstance(config, PreTrainedModel):
+            in_kernels = _support.prunes_in_kernels(key_rule, value_rule)
+            self.steps = _graphs.StepGraphs(self, _graphs.refusal(config, mesh, in_kernels))
+            _graphs.wrap(config)
 
     @classmethod
     def from_cache(
@@ -202,6 +219,13 @@ class SparseKVCache(Cache):
             self._check_cut(min(found.keep))
         return found
 
+    def admits(self, mask: Tensor | None) -> bool:
+        """Whether a step of one token a sequence, with a mask (B, columns) or None, adds a token to every row and takes
+        none back. Waits for the device where there is a mask."""
+        self._require_finished()
+        found = _padding.arrive(self._valid, None if mask is None else mask.bool(), self.get_seq_length(), 1)
+        return found.fresh is None and found.keep is None
+
     def begin(self, columns: _padding.Columns) -> None:
         """The pass starts to change a layer, which says by `unfinished` when it is done."""
         self.unfinished = True
@@ -226,9 +250,11 @@ class SparseKVCache(Cache):
             layer.check_rows_move(what)
 
     @contextmanager
-    def _change(self) -> Iterator[None]:
+    def _change(self, what: str) -> Iterator[None]:
         """Of all layers. What ends it before its end leaves the cache unfinished."""
         self._require_finished()
+        if self.steps is not None:
+            self.steps.changed(what)
         self.unfinished = True
         yield
         self.unfinished = False
@@ -260,6 +286,8 @@ class SparseKVCache(Cache):
     def reset(self) -> None:
         """No tokens any more; memory stays."""
         self.unfinished = True
+        if self.steps is not None:
+            self.steps.changed("reset")
         super().reset()
         self._valid, self._fixed = None, 0
         self.unfinished = False
@@ -267,7 +295,7 @@ class SparseKVCache(Cache):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._require_one_device("reorder_cache")
         rows = beam_idx.tolist()  # once, not in every layer
-        with self._change():
+        with self._change("reorder_cache"):
             for layer in self.layers:
                 layer.reorder_cache(rows)
             if self._valid is not None:
@@ -275,7 +303,7 @@ class SparseKVCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self._require_one_device("batch_repeat_interleave")
-        with self._change():
+        with self._change("batch_repeat_interleave"):
             super().batch_repeat_interleave(repeats)
             if self._valid is not None:
                 self._valid = self._valid.repeat_interleave(repeats, dim=0)
@@ -285,7 +313,7 @@ class SparseKVCache(Cache):
         if indices.dtype == torch.bool:
             indices = indices.nonzero().flatten()
         rows = indices.tolist()
-        with self._change():
+        with self._change("batch_select_indices"):
             for layer in self.layers:
                 layer.batch_select_indices(rows)
             if self._valid is not None:
@@ -303,7 +331,7 @@ class SparseKVCache(Cache):
         self._check_cut(left)
         known = self._valid is not None and left < self._valid.shape[1]
         lengths = _padding.tokens_until(self._valid, left) if known else None
-        with self._change():
+        with self._change("crop"):
             for layer in self.layers:
                 layer.cut(seen - left, left, lengths)
             if self._valid is not None:
@@ -319,6 +347,12 @@ class SparseKVCache(Cache):
         """
         for layer in self.layers:
             layer.reserve(columns)
+
+    def columns_ahead(self, wanted: int) -> int:
+        """So many of the wanted columns, as the capacity has room for."""
+        layer = self.layers[0]
+        capacity = layer.settings.capacity
+        return wanted if capacity is None else min(wanted, capacity - layer.seen + layer.evicted)
 
     def advance(self, columns: int) -> None:
         """Replays of captured passes have appended so many columns, the capture itself not counted."""
