@@ -180,10 +180,12 @@ class StepGraphs:
         alone, graph = not any(layer.captured for layer in layers), torch.cuda.CUDAGraph()
         with torch.inference_mode(False):
             inputs = {name: value.clone() for name, value in step.inputs.items()}
+        made = None
         try:
             cache.reserve(columns)
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 outputs = wrapper.forward(**inputs, **step.options, **{_CACHE: cache})
+            made = Captured(step.key, graph, inputs, outputs, seen, columns, alone)
         except Exception as error:
             self._refused = f"the capture failed with {type(error).__name__}: {error}"
             self._warn(self._refused)
@@ -191,12 +193,12 @@ class StepGraphs:
             for layer in layers:
                 layer.seen = seen
             cache.unfinished = False
-        if self._refused:
-            self._forget(alone)
-            return None
-        self._changes.clear()
-        self._captured = Captured(step.key, graph, inputs, outputs, seen, columns, alone)
-        return self._captured
+            if made is None:
+                self._forget(alone)
+        if made is not None:
+            self._changes.clear()
+        self._captured = made
+        return made
 
     def _drop(self) -> None:
         """Gives the memory of the graph back."""
