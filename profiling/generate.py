@@ -75,14 +75,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         action="append",
         choices=measure.SIDES,
         help="what to measure, may be repeated (default: dense, sparse); sparse-graph: SparseKVCache(graphs=True); "
-        "static-graph: a StaticCache, its steps as replays of a CUDA graph by a loop of our own",
+        "static-graph: a StaticCache, its steps as replays of a CUDA graph by a loop of our own; flashinfer-graph: "
+        "likewise, with pages that FlashInfer attends to (the extra peers)",
     )
     add(
         "--sdpa",
         type=_sdpa,
         metavar="LIST",
-        help="of default (torch chooses the backend) and no-cudnn; dense sides are measured with each, others with the "
-        "first (default: default,no-cudnn; without a GPU default)",
+        help="of default (torch chooses the backend) and no-cudnn; dense and static-graph are measured with each, "
+        "others with the first (default: default,no-cudnn; without a GPU default)",
     )
     add(
         "--mesh",
@@ -153,7 +154,7 @@ def _complete(args: argparse.Namespace, parser: argparse.ArgumentParser) -> argp
     if "max" in args.batch and on_cpu:
         parser.error("--batch max needs a GPU: a CPU's memory is the system's")
     if args.mesh and any(side.endswith("-graph") for side in args.side or ()):
-        parser.error("--mesh goes without --side static-graph and sparse-graph: steps over a mesh are not captured")
+        parser.error("--mesh goes without sides of graphs: steps over a mesh are not captured")
     if on_cpu and any(side.endswith("-graph") for side in args.side or ()):
         parser.error(f"--side {' '.join(args.side)}: CUDA graphs need a GPU")
     if args.model is not None and not (args.model / "config.json").is_file():
@@ -240,7 +241,7 @@ def _check_kept(args: argparse.Namespace, head_dim: int) -> None:
 def _sides(args: argparse.Namespace, made: Any) -> list[Side]:
     sides = []
     for name in args.side:
-        for sdpa in args.sdpa[:1] if name.startswith("sparse") else args.sdpa:
+        for sdpa in args.sdpa if name in ("dense", "static-graph") else args.sdpa[:1]:
             sides.append(Side(name, args.sparsity, args.key_keep, args.value_keep, args.window, sdpa, made))
     return sides
 

@@ -1,4 +1,5 @@
-"""Greedy generation with a static cache whose steps are replays of one CUDA graph: dense, without Python's time."""
+"""Greedy generation with a dense cache of fixed capacity whose steps are replays of one CUDA graph: without Python's
+time."""
 
 from __future__ import annotations
 
@@ -19,18 +20,25 @@ def capture(step: Step) -> Step:
 
 
 def generate(
-    model: Any, cache: Any, ids: torch.Tensor, new_tokens: int, clock: Any, capture: Callable[[Step], Step] = capture
+    model: Any,
+    cache: Any,
+    ids: torch.Tensor,
+    new_tokens: int,
+    clock: Any,
+    capture: Callable[[Step], Step] = capture,
 ) -> None:
-    """Generates with a StaticCache of sufficient capacity.
+    """Generates with a StaticCache or a FlashInferCache of sufficient capacity.
 
     The prompts run eagerly, and so does the first step; then one step is captured, which counts as time, and replayed.
-    No padding. capture: what makes a replay of a step; tests have none.
+    No padding. A cache's `prepare`, if it has one, runs on the host before each step. capture: what makes a replay of a
+    step; tests have none.
     """
 
     def forward(tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         logits = model(tokens, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
         return logits[:, -1].argmax(-1, keepdim=True)
 
+    prepare = getattr(cache, "prepare", lambda: None)
     clock.put(ids)
     batch, prompt = ids.shape
     positions = torch.arange(prompt, device=ids.device).expand(batch, prompt)
@@ -42,9 +50,11 @@ def generate(
         tokens.copy_(forward(tokens, position))
         position.add_(1)
 
+    prepare()
     step()
     clock.put(tokens.cpu())
     replay = capture(step)
     for _ in range(new_tokens - 2):
+        prepare()
         replay()
         clock.put(tokens.cpu())

@@ -14,7 +14,7 @@ import torch
 
 from profiling.generation import graphs
 
-SIDES = ("dense", "sparse", "static-graph", "sparse-graph")
+SIDES = ("dense", "sparse", "static-graph", "flashinfer-graph", "sparse-graph")
 SDPA = ("default", "no-cudnn")
 WARM_UP_PROMPT, WARM_UP_TOKENS = 256, 6
 FILL = 0.97  # share of the device's memory that a largest batch may be expected to take
@@ -46,7 +46,12 @@ class Side:
         """Generates greedily; returns the cache. The clock's `put` gets the prompts, then every step's tokens."""
         cache = self._cache(model, ids.shape[1] + new_tokens)
         with _backends(self.sdpa):
-            if self.graph and not self.sparse:
+            if self.name == "flashinfer-graph":
+                from profiling.generation import flashinfer
+
+                with flashinfer.attention(model, cache):
+                    graphs.generate(model, cache, ids, new_tokens, clock)
+            elif self.graph and not self.sparse:
                 graphs.generate(model, cache, ids, new_tokens, clock)
             else:
                 model.generate(
@@ -78,6 +83,10 @@ class Side:
                 mesh=self.mesh,
                 graphs=self.graph,
             )
+        if self.name == "flashinfer-graph":
+            from profiling.generation.flashinfer import FlashInferCache
+
+            return FlashInferCache(model.config, capacity)
         if self.graph:
             return StaticCache(config=model.config, max_cache_len=capacity)
         return DynamicCache(config=model.config)

@@ -92,12 +92,12 @@ FIELDS = tuple(field.name for field in fields(Row))
 
 
 def dense_beside(row: Row, rows: Sequence[Row]) -> list[Row]:
-    """The dense rows at the same batch, or, for the largest, at dense's own largest; of graphs the static cache's."""
-    wanted = "static-graph" if row.side.endswith("-graph") else "dense"
+    """The dense rows at the same batch, or, for the largest, at dense's own largest; of graphs those of graphs."""
+    wanted = ("static-graph", "flashinfer-graph") if row.side.endswith("-graph") else ("dense",)
     return [
         other
         for other in rows
-        if other.side == wanted
+        if other.side in wanted
         and (row.largest or other.batch == row.batch)
         and (other.model, other.prompt, other.new_tokens, other.dtype, other.device, other.isa, other.mesh)
         == (row.model, row.prompt, row.new_tokens, row.dtype, row.device, row.isa, row.mesh)
@@ -186,7 +186,8 @@ def markdown(rows: Sequence[Row]) -> str:
         (
             "To dense: against the dense cache at the same batch, the largest against dense's own largest, of several "
             "dense rows the best one. Graph: the steps are replays of one CUDA graph, captured after the second "
-            "token, beside a StaticCache likewise. Sdpa without cuDNN: torch may prefer cuDNN, which makes a plan for "
+            "token, beside dense caches likewise: a StaticCache, or pages that FlashInfer's kernel reads, whose plan "
+            "is made on the host before each step. Sdpa without cuDNN: torch may prefer cuDNN, which makes a plan for "
             "every new length of the keys."
         ),
         "",
