@@ -75,8 +75,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         action="append",
         choices=measure.SIDES,
         help="what to measure, may be repeated (default: dense, sparse); sparse-graph: SparseKVCache(graphs=True); "
-        "static-graph: a StaticCache, its steps as replays of a CUDA graph by a loop of our own; flashinfer-graph: "
-        "likewise, with pages that FlashInfer attends to (the extra peers)",
+        "others of graphs: steps are replays of a CUDA graph in a loop of our own, sparse-loop-graph with a "
+        "SparseKVCache, static-graph with a StaticCache, flashinfer-graph with pages that FlashInfer attends to (the "
+        "extra peers)",
     )
     add(
         "--sdpa",

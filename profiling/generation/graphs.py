@@ -1,5 +1,4 @@
-"""Greedy generation with a dense cache of fixed capacity whose steps are replays of one CUDA graph: without Python's
-time."""
+"""Greedy generation whose steps are replays of one CUDA graph: what a model does when Python does not hold it up."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ def generate(
     clock: Any,
     capture: Callable[[Step], Step] = capture,
 ) -> None:
-    """Generates with a StaticCache or a FlashInferCache of sufficient capacity.
+    """Generates with a StaticCache, a FlashInferCache or a SparseKVCache of sufficient capacity.
 
     The prompts run eagerly, and so does the first step; then one step is captured, which counts as time, and replayed.
     No padding. A cache's `prepare`, if it has one, runs on the host before each step. capture: what makes a replay of a
@@ -53,8 +52,12 @@ def generate(
     prepare()
     step()
     clock.put(tokens.cpu())
+    if hasattr(cache, "reserve"):
+        cache.reserve(new_tokens - 2)
     replay = capture(step)
     for _ in range(new_tokens - 2):
         prepare()
         replay()
         clock.put(tokens.cpu())
+    if hasattr(cache, "advance"):  # the host has seen the capture, not the replays
+        cache.advance(prompt + new_tokens - 1 - cache.get_seq_length())

@@ -14,7 +14,7 @@ import torch
 
 from profiling.generation import graphs
 
-SIDES = ("dense", "sparse", "static-graph", "flashinfer-graph", "sparse-graph")
+SIDES = ("dense", "sparse", "static-graph", "flashinfer-graph", "sparse-graph", "sparse-loop-graph")
 SDPA = ("default", "no-cudnn")
 WARM_UP_PROMPT, WARM_UP_TOKENS = 256, 6
 FILL = 0.97  # share of the device's memory that a largest batch may be expected to take
@@ -51,7 +51,7 @@ class Side:
 
                 with flashinfer.attention(model, cache):
                     graphs.generate(model, cache, ids, new_tokens, clock)
-            elif self.graph and not self.sparse:
+            elif self.graph and self.name != "sparse-graph":
                 graphs.generate(model, cache, ids, new_tokens, clock)
             else:
                 model.generate(
@@ -81,7 +81,7 @@ class Side:
                 window=self.window,
                 capacity=capacity,
                 mesh=self.mesh,
-                graphs=self.graph,
+                graphs=self.name == "sparse-graph",
             )
         if self.name == "flashinfer-graph":
             from profiling.generation.flashinfer import FlashInferCache

@@ -114,7 +114,8 @@ def ratio(row: Row, rows: Sequence[Row], field: str) -> str:
 
 def cache_name(row: Row) -> str:
     """For tables."""
-    return row.cache + ", graph" * row.side.endswith("-graph") + ", sdpa without cuDNN" * (row.sdpa == "no-cudnn")
+    graph = "" if not row.side.endswith("-graph") else ", graphs=True" if row.side == "sparse-graph" else ", graph"
+    return row.cache + graph + ", sdpa without cuDNN" * (row.sdpa == "no-cudnn")
 
 
 def spread(row: Row) -> str:
@@ -186,8 +187,9 @@ def markdown(rows: Sequence[Row]) -> str:
         (
             "To dense: against the dense cache at the same batch, the largest against dense's own largest, of several "
             "dense rows the best one. Graph: the steps are replays of one CUDA graph, captured after the second "
-            "token, beside dense caches likewise: a StaticCache, or pages that FlashInfer's kernel reads, whose plan "
-            "is made on the host before each step. Sdpa without cuDNN: torch may prefer cuDNN, which makes a plan for "
+            "token, in a loop without `generate`; of dense caches with a StaticCache, or with pages that FlashInfer's "
+            "kernel reads, whose plan is made on the host before each step. graphs=True: `generate` with "
+            "SparseKVCache(graphs=True). Sdpa without cuDNN: torch may prefer cuDNN, which makes a plan for "
             "every new length of the keys."
         ),
         "",
