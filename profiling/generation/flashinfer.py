@@ -15,8 +15,8 @@ from transformers import AttentionInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-PAGE = 16  # tokens
-WORKSPACE_BYTES = 256 << 20
+from profiling.peers.flashinfer import PAGE, WORKSPACE_BYTES
+
 IMPLEMENTATION = "paged_decode"  # as Transformers knows it, which takes names with "flash" for packages
 
 
