@@ -1,7 +1,11 @@
-// Unpacks tiles, a warp a tile. Dense data passes through shared memory, so that global accesses are whole rows; lanes
-// walk their elements in the order of the tile format.
+// Unpacks tiles, four warps a tile. A block is decoded as the MMA kernels do it, and its A fragments are put down in
+// shared memory, tokens and channels in the order of their positions; from there rows of the dense tensor are written.
+#include <cute/arch/copy_sm75.hpp>
+#include <cute/tensor.hpp>
+
 #include "cute_kernels/compress/pages.hpp"
 #include "cute_kernels/compress/tile_kernel.hpp"
+#include "cute_kernels/mma/quarter_tile.hpp"
 
 namespace cute_kernels::compress {
 namespace {
@@ -9,66 +13,124 @@ namespace {
 using namespace format;
 
 using Codec = Fp16Codec;  // or bf16: 16-bit values are moved bit for bit
-static_assert(Codec::kValuesPerRow == 1, "the row of a value is its rank");
+
+constexpr int kWarps = 4, kThreads = 32 * kWarps;
 
 template <int HeadDim>
 struct UnpackStorage {
-  uint16_t dense[kTileTokens][HeadDim];
-  uint8_t token[kTileTokens];  // by position
-  uint8_t channel[HeadDim];
+  static constexpr int kStride = HeadDim + 8;  // rows in different banks
+  static constexpr int kLaneChannels = HeadDim / 32;
+
+  alignas(16) uint16_t dense[kTileTokens][kStride];
+  alignas(16) uint8_t column[HeadDim];  // of dense, by channel
+  uint8_t token[kTileTokens];           // by row of dense
+  alignas(128) uint32_t block[];        // and kRowsBehind
+
+  static size_t bytes(SparseView const& view) {
+    return sizeof(UnpackStorage) + (view.max_tile_rows + kRowsBehind) * size_t{kRowBytes};
+  }
 };
+
+// Where MMA column `column` of A is among positions, and so are rows.
+template <Role kRole>
+__device__ void load_orders(uint8_t const* token_order, uint8_t const* channel_order, int head_dim, uint8_t* token,
+                            uint8_t* column) {
+  constexpr bool kIsKey = kRole == Role::kKey;
+  auto position = [](bool along_k, int i) { return along_k ? TileFormat::position_of_column(i) : i; };
+  int thread = threadIdx.x;
+  if (thread < kTileTokens) token[thread] = token_order[position(!kIsKey, thread)];
+  for (int i = thread; i < head_dim; i += kThreads)
+    column[channel_order[position(kIsKey, i)]] = static_cast<uint8_t>(i);
+}
+
+// A warp's quarter of the tile's elements into dense.
+template <Role kRole, int HeadDim>
+__device__ void decode_quarter(UnpackStorage<HeadDim>& s) {
+  using Quarter = mma::TileQuarter<TileFormat, Codec, HeadDim>;
+  int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  Quarter quarter(cute::cast_smem_ptr_to_uint(s.block), warp);
+#pragma unroll
+  for (int step = 0; step < Quarter::kSteps; ++step) {
+    cute::Tensor registers = cute::make_tensor<uint32_t>(cute::Int<4 * Quarter::kWordAtoms * Quarter::kStepWords>{});
+    quarter.decode(step, registers);
+#pragma unroll
+    for (int i = 0; i < cute::size(registers); ++i) {
+      // Register i % 4 of an A fragment: 8 rows further on if odd, 8 columns if above 1.
+      int word = step * Quarter::kStepWords + i / 4 / Quarter::kWordAtoms, atom = i / 4 % Quarter::kWordAtoms;
+      int m = 8 * (i % 2), k = 16 * atom + 8 * (i / 2 % 2);
+      uint32_t pair = registers(i);
+      uint16_t* to;
+      if (kRole == Role::kKey) {
+        to = &s.dense[16 * warp + m + lane / 4][64 * word + k + 2 * (lane % 4)];
+      } else {
+        cute::SM75_U32x1_MOVM_T::copy(registers(i), pair);
+        to = &s.dense[k + lane / 4][16 * (Quarter::kWords * warp + word) + m + 2 * (lane % 4)];
+      }
+      *reinterpret_cast<uint32_t*>(to) = pair;
+    }
+  }
+}
+
+// to: (tokens, head_dim).
+template <int HeadDim>
+__device__ void store_rows(UnpackStorage<HeadDim> const& s, int tokens, int head_dim, uint16_t* to) {
+  constexpr int kChannels = UnpackStorage<HeadDim>::kLaneChannels;
+  int warp = threadIdx.x / 32, first = threadIdx.x % 32 * kChannels;
+  if (first >= head_dim) return;
+  int column[kChannels];
+#pragma unroll
+  for (int i = 0; i < kChannels; ++i) column[i] = s.column[first + i];
+#pragma unroll 8
+  for (int row = warp; row < kTileTokens; row += kWarps) {
+    alignas(16) uint16_t values[kChannels];
+#pragma unroll
+    for (int i = 0; i < kChannels; ++i) values[i] = s.dense[row][column[i]];
+    using Vector = std::conditional_t<kChannels == 2, uint32_t, std::conditional_t<kChannels == 4, uint2, uint4>>;
+    static_assert(sizeof(Vector) == sizeof(values));
+    int token = s.token[row];
+    if (token < tokens) *reinterpret_cast<Vector*>(to + token * head_dim + first) = *reinterpret_cast<Vector*>(values);
+  }
+}
 
 // to: (tokens, head_dim).
 template <Role kRole, int HeadDim>
-__device__ void unpack_tile(UnpackStorage<HeadDim>& s, uint32_t const* block, uint8_t const* token_order,
+__device__ void unpack_tile(UnpackStorage<HeadDim>& s, uint32_t const* block, int rows, uint8_t const* token_order,
                             uint8_t const* channel_order, int tokens, int head_dim, uint16_t* to) {
-  constexpr auto kLayout = decltype(TileFormat::element_layout<kRole, HeadDim>()){};
-  int lane = threadIdx.x;
-  for (int i = lane; i < kTileTokens; i += 32) s.token[i] = token_order[i];
-  for (int i = lane; i < HeadDim; i += 32) s.channel[i] = channel_order[i];
-  __syncwarp();
-  constexpr int kBitmapRows = TileFormat::bitmap_rows(HeadDim), kWordElements = TileFormat::kWordElements;
-  int row[TileFormat::kStreams] = {};
-  for (int w = 0; w < kBitmapRows; ++w) {
-    uint32_t word = block[w * kLanes + lane];
-    for (int i = 0; i < kWordElements; ++i) {
-      int e = w * kWordElements + i, index = kLayout(lane, e), stream = TileFormat::stream(e);
-      uint32_t value = 0;
-      if (word >> TileFormat::bitmap_bit(e) & 1)
-        value = Codec::extract(block[(kBitmapRows + row[stream]++) * kLanes + lane], stream, 0);
-      s.dense[s.token[index / HeadDim]][s.channel[index % HeadDim]] = static_cast<uint16_t>(value);
-    }
-  }
-  __syncwarp();
-  for (int i = lane; i < tokens * HeadDim; i += 32)
-    if (int t = i / HeadDim, c = i % HeadDim; c < head_dim) to[t * head_dim + c] = s.dense[t][c];
+  constexpr int kVectors = kRowBytes / sizeof(uint4);  // of a row
+  for (int i = threadIdx.x; i < rows * kVectors; i += kThreads)
+    reinterpret_cast<uint4*>(s.block)[i] = __ldg(reinterpret_cast<uint4 const*>(block) + i);
+  load_orders<kRole>(token_order, channel_order, HeadDim, s.token, s.column);
+  __syncthreads();
+  decode_quarter<kRole>(s);
+  __syncthreads();
+  store_rows(s, tokens, head_dim, to);
 }
 
 template <Role kRole, int HeadDim>
-__global__ void __launch_bounds__(32) unpack_kernel(SparseView view, uint16_t* out) {
-  extern __shared__ __align__(16) uint8_t shared[];
+__global__ void __launch_bounds__(kThreads) unpack_kernel(SparseView view, uint16_t* out) {
+  extern __shared__ __align__(128) uint8_t shared[];
   auto& s = *reinterpret_cast<UnpackStorage<HeadDim>*>(shared);
   TileLocation tile(view);
-  unpack_tile<kRole>(s, tile.block, view.token_order + tile.index * kTileTokens,
+  unpack_tile<kRole>(s, tile.block, tile.rows, view.token_order + tile.index * kTileTokens,
                      view.channel_order + tile.head * HeadDim, tile.tokens, view.head_dim,
                      out + (tile.head * view.tokens + tile.first_token) * view.head_dim);
 }
 
 template <Role kRole, int HeadDim>
-__global__ void __launch_bounds__(32) load_kernel(SparseView view, TileRun run, uint16_t* out, int32_t* error) {
-  extern __shared__ __align__(16) uint8_t shared[];
+__global__ void __launch_bounds__(kThreads) load_kernel(SparseView view, TileRun run, uint16_t* out, int32_t* error) {
+  extern __shared__ __align__(128) uint8_t shared[];
   auto& s = *reinterpret_cast<UnpackStorage<HeadDim>*>(shared);
   int head = blockIdx.x / run.tiles, tile = blockIdx.x % run.tiles, values = kTileTokens * view.head_dim;
   int64_t slot = find_slot(view, run.sequence, head, run.first_tile + tile);
   uint16_t* to = out + int64_t{blockIdx.x} * values;
   if (slot == kNoSlot) {
-    for (int i = threadIdx.x; i < values; i += 32) to[i] = 0;
+    for (int i = threadIdx.x; i < values; i += kThreads) to[i] = 0;
     if (threadIdx.x == 0) *error = 1;
     return;
   }
-  unpack_tile<kRole>(s, view.blocks + view.first_row(slot) * kLanes, view.token_order + slot * kTileTokens,
-                     view.channel_order + (int64_t{run.sequence} * view.kv_heads + head) * HeadDim, kTileTokens,
-                     view.head_dim, to);
+  unpack_tile<kRole>(
+      s, view.blocks + view.first_row(slot) * kLanes, view.rows(slot), view.token_order + slot * kTileTokens,
+      view.channel_order + (int64_t{run.sequence} * view.kv_heads + head) * HeadDim, kTileTokens, view.head_dim, to);
 }
 
 }  // namespace
@@ -76,8 +138,8 @@ __global__ void __launch_bounds__(32) load_kernel(SparseView view, TileRun run, 
 void decompress(SparseView const& view, void* out, cudaStream_t stream) {
   check_codec(view);
   visit_shape(view, [&](auto role, auto head_dim) {
-    launch_tiles(unpack_kernel<role(), head_dim()>, view.tiles(), 32, sizeof(UnpackStorage<head_dim()>), stream,
-                 "launch of decompress", view, static_cast<uint16_t*>(out));
+    launch_tiles(unpack_kernel<role(), head_dim()>, view.tiles(), kThreads, UnpackStorage<head_dim()>::bytes(view),
+                 stream, "launch of decompress", view, static_cast<uint16_t*>(out));
   });
 }
 
@@ -86,8 +148,8 @@ void load(Pool const& pool, TileRun const& run, void* keys, void* values, cudaSt
   check_codec(pool.values);
   for (SparseView const* view : {&pool.keys, &pool.values})
     visit_shape(*view, [&](auto role, auto head_dim) {
-      launch_tiles(load_kernel<role(), head_dim()>, int64_t{view->kv_heads} * run.tiles, 32,
-                   sizeof(UnpackStorage<head_dim()>), stream, "launch of load", *view, run,
+      launch_tiles(load_kernel<role(), head_dim()>, int64_t{view->kv_heads} * run.tiles, kThreads,
+                   UnpackStorage<head_dim()>::bytes(*view), stream, "launch of load", *view, run,
                    static_cast<uint16_t*>(view == &pool.keys ? keys : values), pool.error);
     });
 }

@@ -30,22 +30,36 @@ struct Bitmap16Decoder {
   };
 
   // Where the lane's values begin in one of kParts equal parts of the tile's elements: counts of the words before it.
-  template <int kHeadDim, int kParts>
+  // kAtOnce: words of all parts are loaded side by side, which takes less time where a warp waits for it and more where
+  // others have work meanwhile.
+  template <int kHeadDim, int kParts, bool kAtOnce = false>
   CUTE_DEVICE static Cursor first(uint32_t lane_column, int part) {
     constexpr int kWords = TileFormat::bitmap_rows(kHeadDim) / kParts;  // of a part
     uint32_t above = lane_column + (TileFormat::bitmap_rows(kHeadDim) - 1) * format::kRowBytes;
     Cursor at{above, above + 2};
     if constexpr (kParts == 1) return at;
     int low = 0, high = 0;
-    // A loop is not predicated: loads that no lane makes would take an issue slot at shared memory all the same.
-    CUTE_NO_UNROLL
-    for (int before = 0; before < part; ++before, lane_column += kWords * format::kRowBytes) {
+    if constexpr (kAtOnce) {
+      uint32_t words[(kParts - 1) * kWords];
       CUTE_UNROLL
-      for (int word = 0; word < kWords; word += 2) {
-        uint32_t word0 = ptx::load_shared_u32(lane_column + word * format::kRowBytes);
-        uint32_t word1 = kWords < 2 ? 0 : ptx::load_shared_u32(lane_column + (word + 1) * format::kRowBytes);
-        low += __popc(ptx::blend(word0, word1 << 1, TileFormat::stream_bits(0)));
-        high += __popc(ptx::blend(word0, word1 >> 1, TileFormat::stream_bits(1)));
+      for (int i = 0; i < (kParts - 1) * kWords; ++i)
+        words[i] = i / kWords < part ? ptx::load_shared_u32(lane_column + i * format::kRowBytes) : 0;
+      CUTE_UNROLL
+      for (uint32_t word : words) {
+        low += __popc(word & TileFormat::stream_bits(0));
+        high += __popc(word & TileFormat::stream_bits(1));
+      }
+    } else {
+      // A loop is not predicated: loads that no lane makes would take an issue slot at shared memory all the same.
+      CUTE_NO_UNROLL
+      for (int before = 0; before < part; ++before, lane_column += kWords * format::kRowBytes) {
+        CUTE_UNROLL
+        for (int word = 0; word < kWords; word += 2) {
+          uint32_t word0 = ptx::load_shared_u32(lane_column + word * format::kRowBytes);
+          uint32_t word1 = kWords < 2 ? 0 : ptx::load_shared_u32(lane_column + (word + 1) * format::kRowBytes);
+          low += __popc(ptx::blend(word0, word1 << 1, TileFormat::stream_bits(0)));
+          high += __popc(ptx::blend(word0, word1 >> 1, TileFormat::stream_bits(1)));
+        }
       }
     }
     return {at.low + low * format::kRowBytes, at.high + high * format::kRowBytes};

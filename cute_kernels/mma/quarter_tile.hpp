@@ -1,0 +1,40 @@
+// A quarter of a tile as one of four warps decodes it: 16 tokens of keys, all channels; of values, a quarter of the
+// channels, all tokens.
+#pragma once
+
+#include "cute_kernels/mma/decoder.hpp"
+
+namespace cute_kernels::mma {
+
+template <class TileFormat, class Codec, int kHeadDim>
+class TileQuarter {
+ public:
+  static constexpr int kParts = 4;
+  static constexpr int kWords = TileFormat::bitmap_rows(kHeadDim) / kParts;
+  static constexpr int kStepWords = kWords < 2 ? kWords : 2;  // decoded side by side
+  static constexpr int kSteps = kWords / kStepWords;
+  // A word has A fragments of so many atoms side by side along K, 64 columns: channels of keys, all tokens of values.
+  static constexpr int kWordAtoms = TileFormat::kWordElements / 8;
+
+  // block: shared-memory address.
+  CUTE_DEVICE TileQuarter(uint32_t block, int part)
+      : column_(block + 4 * (threadIdx.x % 32) + part * kWords * format::kRowBytes),
+        at_(Decoder::template first<kHeadDim, kParts, true>(block + 4 * (threadIdx.x % 32), part)) {}
+
+  // A fragments of a step's words, 4 registers an atom; steps in order.
+  template <class Registers>
+  CUTE_DEVICE void decode(int step, Registers& registers /* (4 * kWordAtoms * kStepWords) */) {
+    uint32_t word = ptx::load_shared_u32(column_ + step * kStepWords * format::kRowBytes);
+    if constexpr (kStepWords == 2)
+      Decoder::decode64(word, ptx::load_shared_u32(column_ + (2 * step + 1) * format::kRowBytes), at_, registers);
+    else
+      Decoder::decode32(word, at_, registers);
+  }
+
+ private:
+  using Decoder = mma::Decoder<TileFormat, Codec>;
+  uint32_t column_;
+  typename Decoder::Cursor at_;
+};
+
+}  // namespace cute_kernels::mma
