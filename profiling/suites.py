@@ -106,6 +106,15 @@ def _readme(device: str) -> list[Block]:
     return [Block(DECODE_OPS, _usual(figures(device)))]
 
 
+def _queries(device: str) -> list[Block]:
+    """Query tokens over a compressed prefix: speculation, several turns, chunks of a prompt."""
+    tokens, most = (8192, 2048) if device == "cuda" else (1024, 64)
+    counts = [1 << bits for bits in range(12) if 1 << bits <= most]
+    shapes = [Shape(b, 32, 8, s, tokens, 128) for b in ((1, 8) if device == "cuda" else (1,)) for s in counts]
+    loads = tuple(Load(s, usual_keeps(128)[0], dtype="bfloat16") for s in shapes)
+    return [Block(("sparse_attention",), loads, best_backend=True)]
+
+
 SERVING_OPS = ("sparse_attention", "attend")
 _MOST_ELEMENTS = 2**31  # of a dense cache: 4 GiB each of keys and values
 
@@ -135,6 +144,7 @@ SUITES = {
     "tokens": Suite("every operation against the number of tokens", _tokens),
     "short": Suite("small caches: cold and warm, single calls and CUDA graphs", _short),
     "readme": Suite("the figures that the README quotes", _readme),
+    "queries": Suite("attention of 1 to 2048 query tokens, best backend; only if named", _queries, by_default=False),
     "serving": Suite(
         "attention on a grid of batches, tokens and heads, plain and KVCache.attend, best backend; only if named",
         _serving,

@@ -152,7 +152,7 @@ void sparse_av(format::SparseView const& view, uintptr_t p, Strides const& p_str
 void merge_states(uintptr_t outs, uintptr_t lses, uintptr_t out, uintptr_t lse, int states, int64_t rows, int head_dim,
                   int dtype, uintptr_t stream) {
   reduce::merge_states({to_pointer<void>(outs), to_pointer<float>(lses), to_pointer<void>(out), to_pointer<float>(lse),
-                        states, rows, head_dim, static_cast<DType>(dtype)},
+                        states, rows, head_dim, static_cast<DType>(dtype), static_cast<DType>(dtype)},
                        stream_of(stream));
 }
 

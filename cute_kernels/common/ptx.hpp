@@ -159,6 +159,22 @@ CUTE_DEVICE void bulk_copy(void* shared, void const* global, int bytes, void* ba
 #endif
 }
 
+// From this CTA's shared memory to the same place in that of another CTA of the cluster; counted by its `barrier`.
+CUTE_DEVICE void bulk_copy_to_cta(void* shared, int bytes, void* barrier, uint32_t cta) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  uint32_t from = cute::cast_smem_ptr_to_uint(shared);
+  asm volatile(
+      "{\n"
+      ".reg .b32 to, full;\n"
+      "mapa.shared::cluster.u32 to, %0, %3;\n"
+      "mapa.shared::cluster.u32 full, %2, %3;\n"
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [to], [%0], %1, [full];\n"
+      "}" ::"r"(from),
+      "r"(bytes), "r"(cute::cast_smem_ptr_to_uint(barrier)), "r"(cta)
+      : "memory");
+#endif
+}
+
 // Programmatic dependent launch (CC 9.0). No-ops on older devices, where launches are ordinary.
 CUTE_DEVICE void launch_dependents() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900

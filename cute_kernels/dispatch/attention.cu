@@ -1,6 +1,7 @@
 #include "cute_kernels/dispatch/attention.hpp"
 #include "cute_kernels/dispatch/heuristics.hpp"
 #include "cute_kernels/dispatch/kernels.hpp"
+#include "cute_kernels/dispatch/prefill.hpp"
 #include "cute_kernels/schedule/schedule.hpp"
 
 namespace cute_kernels::dispatch {
@@ -100,9 +101,6 @@ void run_with(Kernels<Params> const& kernels, attention::Problem const& problem,
   params.zero_masked = problem.lengths && !keys.pages.table;  // sequences in pages end with a tile
   params.uniform = !schedule.variable_length && !params.separate_orders && !keys.pages.table && !problem.sequences;
 
-  if (values.codec != keys.codec)
-    throw std::runtime_error(std::string("GPU kernels take keys and values in one codec, not ") +
-                             format::codec_name(keys.codec) + " and " + format::codec_name(values.codec));
   pipeline::KernelLimits limits = kernels.launcher.limits(keys.codec, n);
   params.schedule_bytes = schedule::shared_bytes(schedule.variable_length, problem.batch);
   limits.fixed_shared_bytes += params.schedule_bytes;
@@ -146,7 +144,21 @@ void run_with(Kernels<Params> const& kernels, attention::Problem const& problem,
 void run(attention::Problem const& problem, Workspace const& workspace, std::string const& backend,
          Tuning const& tuning, cudaStream_t stream) {
   DeviceLimits device = current_device();
+  if (problem.values.codec != problem.keys.codec)
+    throw std::runtime_error(std::string("GPU kernels take keys and values in one codec, not ") +
+                             format::codec_name(problem.keys.codec) + " and " +
+                             format::codec_name(problem.values.codec));
   visit_backend(backend, problem.keys.padded_head_dim, device, [&](auto kernels) {
+    using Prefill = typename decltype(kernels)::Prefill;
+    if constexpr (!std::is_void_v<Prefill>) {
+      int rows = problem.q_heads / problem.keys.kv_heads * problem.q_tokens;
+      if (rows > most_decoding_rows(problem.keys.padded_head_dim)) {
+        if (tuning.stages_ahead > 0)
+          throw std::runtime_error("no stages ahead can be chosen for " + std::to_string(rows) +
+                                   " query rows a KV head, which the prefill kernel takes");
+        return run_prefill<Prefill>(problem, workspace, device, stream);
+      }
+    }
     run_with(decltype(kernels)::attention_kernels(), problem, workspace, device, tuning, stream);
   });
 }

@@ -8,6 +8,7 @@
 #include "cute_kernels/dispatch/backend.hpp"
 #include "cute_kernels/format/head_dim.hpp"
 #include "cute_kernels/ops/attention/launch.hpp"
+#include "cute_kernels/ops/attention/prefill/launch.hpp"
 #include "cute_kernels/ops/av/launch.hpp"
 #include "cute_kernels/ops/qk/launch.hpp"
 
@@ -30,6 +31,7 @@ inline constexpr int kMaxWarpRows = 16, kMaxWarpgroupRows = 64;
 
 template <int kHeadDim>
 struct Sm80 {
+  using Prefill = void;  // none
   static Kernels<qk::Params> qk_kernels() { return {kMaxWarpRows, qk::sm80::launcher<kHeadDim>()}; }
   static Kernels<av::Params> av_kernels() { return {kMaxWarpRows, av::sm80::launcher<kHeadDim>()}; }
   static Kernels<attention::Params> attention_kernels() {
@@ -44,6 +46,7 @@ struct Sm90 {
   static Kernels<attention::Params> attention_kernels() {
     return {attention::max_rows(kHeadDim), attention::sm90::launcher<kHeadDim>()};
   }
+  using Prefill = attention::prefill::Launcher<kHeadDim>;  // takes any number of query rows
 };
 
 // f(Backend<head_dim>{}). std::runtime_error if the library or the device lacks the backend, std::invalid_argument for

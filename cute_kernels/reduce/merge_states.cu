@@ -6,6 +6,7 @@
 #include <cute/config.hpp>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
 #include "cute_kernels/common/error.hpp"
 #include "cute_kernels/reduce/merge_states.hpp"
@@ -16,7 +17,7 @@ namespace {
 constexpr int kThreads = 256, kBytes = 16;
 constexpr int kLoadsAtOnce = 4;  // outputs that a thread loads before it adds them
 
-template <class Element>
+template <class Element, class Out>
 __global__ void __launch_bounds__(kThreads) merge(CUTE_GRID_CONSTANT States const params, int vectors_of_row) {
   constexpr int kElements = kBytes / sizeof(Element);
   constexpr float kLog2e = 1.44269504088896f, kLn2 = 0.693147180559945f;
@@ -50,37 +51,39 @@ __global__ void __launch_bounds__(kThreads) merge(CUTE_GRID_CONSTANT States cons
     }
   }
 
-  uint4 merged;
-  auto* elements = reinterpret_cast<Element*>(&merged);
+  alignas(kBytes) Out merged[kElements];
   float scale = largest == -INFINITY && weights == 0 ? 0.f : 1 / weights;  // NaN stays
   CUTE_UNROLL
-  for (int e = 0; e < kElements; ++e) elements[e] = Element(sums[e] * scale);
-  static_cast<uint4*>(params.out)[index] = merged;
-  if (index % vectors_of_row == 0)
+  for (int e = 0; e < kElements; ++e) merged[e] = Out(sums[e] * scale);
+  using Vector = std::conditional_t<sizeof(merged) == kBytes, uint4, uint2>;
+  static_cast<Vector*>(params.out)[index] = *reinterpret_cast<Vector const*>(merged);
+  if (params.lse && index % vectors_of_row == 0)
     params.lse[row] = largest == -INFINITY ? largest + weights : zero + kLn2 * log2f(weights);
 }
 
-template <class Element>
+template <class Element, class Out>
 void launch(States const& states, cudaStream_t stream) {
   int vectors_of_row = states.head_dim * static_cast<int>(sizeof(Element)) / kBytes;
   int64_t blocks = (states.rows * vectors_of_row + kThreads - 1) / kThreads;
   if (blocks > INT32_MAX) throw std::invalid_argument("merge_states: more rows than one launch takes");
-  merge<Element><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(states, vectors_of_row);
+  merge<Element, Out><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(states, vectors_of_row);
   check_cuda(cudaGetLastError(), "launch of merge_states");
 }
 
 }  // namespace
 
 void merge_states(States const& states, cudaStream_t stream) {
-  switch (states.dtype) {
+  using cutlass::bfloat16_t, cutlass::half_t;
+  bool narrows = states.dtype == DType::kFloat32 && states.out_dtype != DType::kFloat32;
+  switch (states.out_dtype) {
     case DType::kFloat16:
-      return launch<cutlass::half_t>(states, stream);
+      return narrows ? launch<float, half_t>(states, stream) : launch<half_t, half_t>(states, stream);
     case DType::kBFloat16:
-      return launch<cutlass::bfloat16_t>(states, stream);
+      return narrows ? launch<float, bfloat16_t>(states, stream) : launch<bfloat16_t, bfloat16_t>(states, stream);
     case DType::kFloat32:
-      return launch<float>(states, stream);
+      return launch<float, float>(states, stream);
   }
-  throw std::invalid_argument(std::string("merge_states does not take ") + dtype_name(states.dtype));
+  throw std::invalid_argument(std::string("merge_states does not take ") + dtype_name(states.out_dtype));
 }
 
 }  // namespace cute_kernels::reduce

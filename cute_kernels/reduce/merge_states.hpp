@@ -15,11 +15,12 @@ struct States {
   void const* outs;
   float const* lses;
   void* out;
-  float* lse;
+  float* lse;  // or null
   int states;
   int64_t rows;
   int head_dim;
-  DType dtype;  // of outs and out
+  DType dtype;      // of outs
+  DType out_dtype;  // of out: the same, or any if outs are fp32
 };
 
 void merge_states(States const& states, cudaStream_t stream);

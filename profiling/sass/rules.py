@@ -6,6 +6,8 @@
   copies in bulk and multiplies with WGMMAs of 64 x N x 16 whose A operand is in registers and which ptxas did not
   serialize (its notes C75xx).
 * What copies in bulk takes p of sparse_av by tensor copies (UTMALDG).
+* prefill_kernel copies in bulk, gives registers from decoders to consumers (USETMAXREG) and multiplies with WGMMAs of
+  64 x N x 16, K and V as operand B, which ptxas did not serialize.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from profiling.sass.dump import Kernel
 # Kernels that multiply; those that combine, select or pack are others.
 PRODUCT = re.compile(r"(?:\w+::)*(sparse_\w+?)_([a-z]+)(?:<|$)")
 KINDS = ("kernel", "warps", "warpgroups")
+PREFILL = re.compile(r"(?:\w+::)*prefill_kernel(?:<|$)")
+PREFILL_HGMMA_SHAPE = re.compile(r"HGMMA\.64x\d+x16\..*")
 HGMMA_SHAPE = re.compile(r"HGMMA\.64x\d+x16\..*\.RS")
 
 
@@ -51,7 +55,17 @@ def _broken(kernel: Kernel) -> list[str]:
         )
     if is_product(kernel):
         lines += _broken_product(kernel)
+    if PREFILL.match(kernel.name):
+        lines += _broken_prefill(kernel)
     return lines
+
+
+def _broken_prefill(kernel: Kernel) -> list[str]:
+    counts = kernel.code.counts
+    lines = [f"no {name}" for name in ("UBLKCP", "USETMAXREG", "HGMMA") if not counts[name]]
+    if sum(n for name, n in counts.items() if PREFILL_HGMMA_SHAPE.fullmatch(name)) != counts["HGMMA"]:
+        lines.append("HGMMA of another shape than 64 x N x 16")
+    return lines + _broken_serialized(kernel)
 
 
 def _broken_product(kernel: Kernel) -> list[str]:
@@ -91,6 +105,10 @@ def _broken_wgmma(kernel: Kernel) -> list[str]:
         lines.append(
             f"{counts['HGMMA'] - good} of {counts['HGMMA']} HGMMA have another shape, A in shared memory, or no result"
         )
-    if kernel.code.serialized:
-        lines.append("every HGMMA is waited for alone: ptxas serialized them, its notes C75xx say why")
-    return lines
+    return lines + _broken_serialized(kernel)
+
+
+def _broken_serialized(kernel: Kernel) -> list[str]:
+    if not kernel.code.serialized:
+        return []
+    return ["every HGMMA is waited for alone: ptxas serialized them, its notes C75xx say why"]

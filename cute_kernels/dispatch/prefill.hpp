@@ -1,0 +1,103 @@
+// Attention of many query rows: how the prefill kernel is laid over a device.
+#pragma once
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+#include "cute_kernels/common/device.hpp"
+#include "cute_kernels/dispatch/workspace.hpp"
+#include "cute_kernels/ops/attention/prefill/launch.hpp"
+#include "cute_kernels/reduce/merge_states.hpp"
+
+namespace cute_kernels::dispatch {
+
+// Query rows of a KV head up to which the decoding kernels are faster, as measured.
+constexpr int most_decoding_rows(int padded_head_dim) { return padded_head_dim == 256 ? 8 : 16; }
+
+// Into how many splits a KV head's tokens are cut, such that the CTAs of all work tiles fill the SMs: the last of them
+// to end does so soonest. A CTA costs kTilesOfCta KV tiles beside its own; splits are merged by a kernel, which costs
+// kTilesOfMerge and, for every split, kTilesOfSplit.
+inline constexpr int kTilesOfCta = 6, kTilesOfMerge = 6, kTilesOfSplit = 1, kMaxPrefillSplits = 64;
+
+inline int prefill_splits(int multiprocessors, int64_t work_tiles, int tiles, int most) {
+  most = std::min({most, kMaxPrefillSplits, std::max(tiles, 1)});
+  auto cost = [&](int splits) {
+    int64_t waves = (work_tiles * splits + multiprocessors - 1) / multiprocessors;
+    int64_t of_merge = splits > 1 ? kTilesOfMerge + kTilesOfSplit * splits : 0;
+    return waves * ((tiles + splits - 1) / splits + kTilesOfCta) + of_merge;
+  };
+  int best = 1;
+  for (int splits = 2; splits <= most; ++splits)
+    if (cost(splits) < cost(best)) best = splits;
+  return best;
+}
+
+// The smallest variant that takes all query rows at once, or the one with the fewest passes over the KV tiles; of equal
+// ones the smaller.
+template <class Launcher>
+attention::prefill::Variant choose_variant(int rows) {
+  auto passes = [&](attention::prefill::Variant variant) { return (rows + variant.rows() - 1) / variant.rows(); };
+  attention::prefill::Variant best = Launcher::kVariants[0];
+  for (attention::prefill::Variant variant : Launcher::kVariants)
+    if (passes(variant) < passes(best)) best = variant;
+  return best;
+}
+
+// Launcher: of attention::prefill.
+template <class Launcher>
+void run_prefill(attention::Problem const& problem, Workspace const& workspace, DeviceLimits const& device,
+                 cudaStream_t stream) {
+  namespace prefill = attention::prefill;
+  format::SparseView const &keys = problem.keys, &values = problem.values;
+  prefill::Params params{};
+  static_cast<attention::Problem&>(params) = problem;
+  params.group = problem.q_heads / keys.kv_heads;
+  params.rows = params.group * problem.q_tokens;
+  prefill::Variant variant = choose_variant<Launcher>(params.rows);
+  int row_blocks = (params.rows + variant.rows() - 1) / variant.rows() * variant.cluster_ctas;
+  params.query_tokens = cutlass::FastDivmod(problem.q_tokens);
+  params.row_blocks = cutlass::FastDivmod(row_blocks);
+  params.kv_heads = cutlass::FastDivmod(keys.kv_heads);
+  params.separate_orders = keys.token_order != values.token_order;
+  params.zero_masked = problem.lengths && !keys.pages.table;  // sequences in pages end with a tile
+
+  constexpr int kVector = 8;  // elements in 16 bytes
+  params.q_vectorized = reinterpret_cast<uintptr_t>(problem.q) % 16 == 0 && problem.q_strides[0] % kVector == 0 &&
+                        problem.q_strides[1] % kVector == 0 && problem.q_strides[2] % kVector == 0;
+  prefill::Limits limits = Launcher::limits(keys.codec, variant);
+  int block_bytes = std::max(keys.max_tile_rows, values.max_tile_rows) * format::kRowBytes;
+  int behind = std::max(2 * prefill::kOrderBytes, format::kRowsBehind * format::kRowBytes);
+  params.stage_bytes = (block_bytes + behind + 127) / 128 * 128;
+  int of_a_stage = params.stage_bytes * limits.decoders;
+  params.block_stages =
+      std::min((device.shared_bytes - limits.fixed_shared_bytes) / of_a_stage, limits.max_block_stages);
+  if (params.block_stages < 1)
+    throw std::runtime_error("tiles of " + std::to_string(params.stage_bytes) + " bytes do not fit in the " +
+                             std::to_string(device.shared_bytes) + " bytes of shared memory of this device");
+
+  int64_t heads = int64_t{problem.batch} * keys.kv_heads, work_tiles = heads * row_blocks;
+  int64_t longest = problem.lengths && problem.expected.longest > 0
+                        ? std::min<int64_t>(problem.expected.longest, keys.tokens)
+                        : keys.tokens;
+  int tiles = static_cast<int>((longest + problem.window.tokens + format::kTileTokens - 1) / format::kTileTokens);
+  int most = problem.num_splits > 0 ? problem.num_splits : kMaxPrefillSplits;
+  int splits = prefill_splits(device.multiprocessors, work_tiles, tiles, most);
+  if (work_tiles * splits > INT32_MAX)
+    throw std::runtime_error("the call has more than 2^31 blocks of query rows; split the batch");
+  params.splits = cutlass::FastDivmod(splits);
+  int64_t out_rows = params.all_rows();
+  if (splits > 1) {
+    int64_t out_bytes = splits * out_rows * keys.head_dim * static_cast<int64_t>(sizeof(float));
+    params.partial_out = workspace(out_bytes + splits * out_rows * static_cast<int64_t>(sizeof(float)));
+    params.partial_lse = reinterpret_cast<float*>(static_cast<char*>(params.partial_out) + out_bytes);
+  }
+  Launcher::launch(params, variant, static_cast<int>(work_tiles * splits),
+                   limits.fixed_shared_bytes + of_a_stage * params.block_stages, stream);
+  if (splits > 1)
+    reduce::merge_states({params.partial_out, params.partial_lse, problem.out, problem.lse, splits, out_rows,
+                          keys.head_dim, DType::kFloat32, keys.dtype},
+                         stream);
+}
+
+}  // namespace cute_kernels::dispatch

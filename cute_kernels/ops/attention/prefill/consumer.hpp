@@ -1,0 +1,344 @@
+// Consumer warpgroups: S = Q K^T, softmax, O += P V for 64 query rows each. A tile's softmax overlaps with the product
+// of the tile before, as in FlashAttention-3.
+#pragma once
+
+#include <cutlass/numeric_conversion.h>
+
+#include "cute_kernels/ops/attention/prefill/softmax.hpp"
+#include "cute_kernels/ops/attention/prefill/storage.hpp"
+#include "cute_kernels/ops/attention/prefill/work_tile.hpp"
+
+namespace cute_kernels::attention::prefill {
+
+template <class Traits>
+class Consumer {
+ public:
+  using Element = typename Traits::Element;
+
+  // consumer: of the CTA's.
+  CUTE_DEVICE Consumer(Params const& params, WorkTile const& work_tile, Storage<Traits>& storage, int consumer)
+      : params_(params),
+        work_tile_(work_tile),
+        storage_(storage),
+        consumer_(consumer),
+        thread_(threadIdx.x % kWarpgroupThreads),
+        softmax_((params.scale == 0 ? 1 : fabsf(params.scale)) * kLog2E) {}
+
+  CUTE_DEVICE void run() {
+    stage_queries();
+    typename Traits::TiledMmaPV mma;
+    Tensor tCrO = partition_fragment_C(mma, Shape<Int<kConsumerRows>, Int<Traits::kHeadDim>>{});  // ((2,2,D/8),1,1)
+    clear(tCrO);
+    if (work_tile_.begin < work_tile_.end) attend(tCrO);
+    softmax_.finish();
+    store(tCrO);
+  }
+
+ private:
+  static constexpr float kLog2E = 1.44269504088896f;
+
+  Params const& params_;
+  WorkTile const& work_tile_;
+  Storage<Traits>& storage_;
+  int consumer_, thread_;
+  Softmax softmax_;
+
+  CUTE_DEVICE int first_row() const { return consumer_ * kConsumerRows; }  // in the work tile
+
+  // q into shared memory as WGMMA reads it. Channels in the order of the compressed keys, zeros beyond the last; rows
+  // beyond the last repeat it, are computed and never stored. Times the sign of the scale, so that the largest logits have
+  // the largest probabilities. Rows come as they are in vectors, and pass through registers to their places.
+  CUTE_DEVICE void stage_queries() {
+    constexpr int kPairs = Traits::kHeadDim / 2, kRowsAtOnce = kWarpgroupThreads / kPairs;
+    constexpr int kThreadRows = kConsumerRows / kRowsAtOnce;
+    static_assert(kRowsAtOnce > 0);
+    Element* q = storage_.buffer[consumer_].q;
+    copy_queries(q);
+    int column = thread_ % kPairs * 2, head_dim = params_.keys.head_dim;
+    uint8_t const* channel_order =
+        params_.keys.channel_order +
+        (int64_t{work_tile_.sequence} * params_.keys.kv_heads + work_tile_.kv_head) * Traits::kHeadDim;
+    int channel0 = __ldg(channel_order + Traits::Order::position_of_column(column));
+    int channel1 = __ldg(channel_order + Traits::Order::position_of_column(column + 1));
+    auto sign = Element(params_.scale > 0 ? 1.f : params_.scale < 0 ? -1.f : 0.f);
+    sync_warpgroup();
+    uint32_t pairs[kThreadRows];
+    CUTE_UNROLL
+    for (int i = 0; i < kThreadRows; ++i) {
+      Element const* row = q + (thread_ / kPairs + i * kRowsAtOnce) * Traits::kHeadDim;
+      alignas(4) Element pair[2] = {channel0 < head_dim ? row[channel0] * sign : Element(0.f),
+                                    channel1 < head_dim ? row[channel1] * sign : Element(0.f)};
+      pairs[i] = *reinterpret_cast<uint32_t const*>(pair);
+    }
+    sync_warpgroup();
+    Tensor sQ = make_tensor(make_smem_ptr(q), typename Traits::SmemLayoutQ{});  // (rows,channels)
+    // The swizzle repeats after 8 rows, which keeps the addresses few.
+    constexpr int kSwizzledRows = 8 / kRowsAtOnce;
+    constexpr int kGroupPairs = typename Traits::template Offsets<typename Traits::SmemLayoutQ>{}(8, 0) / 2;
+    CUTE_UNROLL
+    for (int i = 0; i < kSwizzledRows; ++i) {
+      auto* to = reinterpret_cast<uint32_t*>(&sQ(thread_ / kPairs + i * kRowsAtOnce, column));
+      CUTE_UNROLL
+      for (int j = 0; j < kThreadRows / kSwizzledRows; ++j) to[j * kGroupPairs] = pairs[i + j * kSwizzledRows];
+    }
+    ptx::compiler_fence();  // the library's fence does not say that it orders memory
+    cutlass::arch::fence_view_async_shared();
+    sync_warpgroup();
+  }
+
+  // Rows of q, channels in the order of memory.
+  CUTE_DEVICE void copy_queries(Element* to) {
+    constexpr int kVector = 8, kVectors = Traits::kHeadDim / kVector, kRowsAtOnce = kWarpgroupThreads / kVectors;
+    int channel = thread_ % kVectors * kVector;
+    auto const* q = static_cast<Element const*>(params_.q) + work_tile_.row * params_.q_strides[0] +
+                    int64_t{work_tile_.kv_head} * params_.group * params_.q_strides[1] + channel;
+    if (channel >= params_.keys.head_dim) return;
+#pragma unroll 8
+    for (int i = 0; i < kConsumerRows / kRowsAtOnce; ++i) {
+      int head, token, row = thread_ / kVectors + i * kRowsAtOnce;
+      params_.query_tokens(head, token, query_row(row));
+      auto const* from = q + head * params_.q_strides[1] + token * params_.q_strides[2];
+      alignas(16) Element elements[kVector];
+      if (params_.q_vectorized) {
+        *reinterpret_cast<uint4*>(elements) = __ldg(reinterpret_cast<uint4 const*>(from));
+      } else {
+        CUTE_UNROLL
+        for (int j = 0; j < kVector; ++j) elements[j] = from[j];
+      }
+      *reinterpret_cast<uint4*>(to + row * Traits::kHeadDim + channel) = *reinterpret_cast<uint4 const*>(elements);
+    }
+  }
+
+  // Of the KV head, for a row of this consumer's.
+  CUTE_DEVICE int query_row(int row) const { return min(work_tile_.first_row + first_row() + row, params_.rows - 1); }
+
+  template <class FragmentO>
+  CUTE_DEVICE void attend(FragmentO& tCrO) {
+    int tiles = work_tile_.end - work_tile_.begin;
+    Tensor tCrQ = load_queries();
+    typename Traits::TiledMmaPV mma;
+    Tensor tCrP = mma.get_slice(thread_).partition_fragment_A(
+        make_tensor(static_cast<Element*>(nullptr), Shape<Int<kConsumerRows>, Int<Traits::kTokens>>{}));
+    if constexpr (Traits::kOverlaps) {
+      multiply_keys_and_wait(0, tCrQ, tCrP);
+      CUTE_NO_UNROLL
+      for (int tile = 1; tile < tiles; ++tile) {
+        unsigned keys = operand_of_keys(tile), values = operand_of_values(tile - 1, tiles);
+        Tensor tCrS = make_logits();
+        storage_.wait_full(keys);
+        multiply_keys(keys, tCrQ, tCrS);
+        storage_.wait_full(values);
+        multiply_values(values, tCrP, tCrO);
+        warpgroup_wait<1>();
+        bool rescales = finish_logits(tile, keys, tCrS);
+        warpgroup_wait<0>();
+        warpgroup_fence_operand(tCrO);
+        storage_.release(values);
+        if (rescales) rescale(tCrO);
+        convert(tCrS, tCrP);
+      }
+      multiply_values_and_wait(operand_of_values(tiles - 1, tiles), tCrP, tCrO);
+    } else {
+      CUTE_NO_UNROLL
+      for (int tile = 0; tile < tiles; ++tile) {
+        if (multiply_keys_and_wait(tile, tCrQ, tCrP)) rescale(tCrO);
+        multiply_values_and_wait(operand_of_values(tile, tiles), tCrP, tCrO);
+      }
+    }
+  }
+
+  // P of a tile, with no product to overlap. Returns whether O is to be rescaled.
+  template <class FragmentQ, class FragmentP>
+  CUTE_DEVICE bool multiply_keys_and_wait(int tile, FragmentQ const& tCrQ, FragmentP& tCrP) {
+    unsigned keys = operand_of_keys(tile);
+    Tensor tCrS = make_logits();
+    storage_.wait_full(keys);
+    multiply_keys(keys, tCrQ, tCrS);
+    warpgroup_wait<0>();
+    bool rescales = finish_logits(tile, keys, tCrS);
+    convert(tCrS, tCrP);
+    return rescales;
+  }
+
+  template <class FragmentS>
+  CUTE_DEVICE bool finish_logits(int tile, unsigned keys, FragmentS& tCrS) {
+    warpgroup_fence_operand(tCrS);
+    mask(tile, keys, tCrS);
+    storage_.release(keys);  // after the mask, which reads the stage's token order
+    return softmax_.step(tCrS);
+  }
+
+  template <class FragmentP, class FragmentO>
+  CUTE_DEVICE void multiply_values_and_wait(unsigned operand, FragmentP& tCrP, FragmentO& tCrO) {
+    storage_.wait_full(operand);
+    multiply_values(operand, tCrP, tCrO);
+    warpgroup_wait<0>();
+    warpgroup_fence_operand(tCrO);
+    storage_.release(operand);
+  }
+
+  CUTE_DEVICE static auto make_logits() {  // ((2,2,N/8),1,1)
+    return partition_fragment_C(typename Traits::TiledMmaQK{}, Shape<Int<kConsumerRows>, Int<Traits::kTokens>>{});
+  }
+
+  // Q as operand A: descriptors of shared memory, or registers.
+  CUTE_DEVICE auto load_queries() {  // (MMA,1,MMA_K)
+    typename Traits::TiledMmaQK mma;
+    Tensor sQ = make_tensor(make_smem_ptr(storage_.buffer[consumer_].q), typename Traits::SmemLayoutQ{});
+    auto thr_mma = mma.get_slice(thread_);
+    if constexpr (Traits::kQueriesInRegisters) {
+      Tensor tCrQ = thr_mma.partition_fragment_A(sQ);
+      auto tiled_copy = make_tiled_copy_A(Copy_Atom<SM75_U32x4_LDSM_N, Element>{}, mma);
+      auto thr_copy = tiled_copy.get_slice(thread_);
+      cute::copy(tiled_copy, thr_copy.partition_S(as_position_independent_swizzle_tensor(sQ)), thr_copy.retile_D(tCrQ));
+      return tCrQ;
+    } else {
+      return thr_mma.make_fragment_A(thr_mma.partition_A(sQ));
+    }
+  }
+
+  // S = Q K^T. Does not wait.
+  template <class FragmentQ, class FragmentS>
+  CUTE_DEVICE void multiply_keys(unsigned operand, FragmentQ const& tCrQ, FragmentS& tCrS) {
+    typename Traits::TiledMmaQK mma;
+    auto thr_mma = mma.get_slice(thread_);
+    Tensor sK = make_tensor(make_smem_ptr(storage_.stages[operand % Traits::kStages]), typename Traits::SmemLayoutK{});
+    Tensor tCrK = thr_mma.make_fragment_B(thr_mma.partition_B(sK));  // (MMA,1,MMA_K)
+    warpgroup_fence_operand(tCrS);
+    warpgroup_arrive();
+    CUTE_UNROLL
+    for (int k = 0; k < size<2>(tCrQ); ++k) {
+      mma.accumulate_ = k == 0 ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One;
+      cute::gemm(mma, tCrQ(_, _, k), tCrK(_, _, k), tCrS);
+    }
+    warpgroup_commit_batch();
+  }
+
+  // O += P V. Does not wait.
+  template <class FragmentP, class FragmentO>
+  CUTE_DEVICE void multiply_values(unsigned operand, FragmentP& tCrP, FragmentO& tCrO) {
+    typename Traits::TiledMmaPV mma;
+    auto thr_mma = mma.get_slice(thread_);
+    Tensor sV = make_tensor(make_smem_ptr(storage_.stages[operand % Traits::kStages]), typename Traits::SmemLayoutV{});
+    Tensor tCrV = thr_mma.make_fragment_B(thr_mma.partition_B(sV));  // (MMA,1,MMA_K)
+    warpgroup_fence_operand(tCrO);
+    warpgroup_fence_operand(tCrP);
+    warpgroup_arrive();
+    CUTE_UNROLL
+    for (int k = 0; k < size<2>(tCrV); ++k) cute::gemm(mma, tCrP(_, _, k), tCrV(_, _, k), tCrO);
+    warpgroup_commit_batch();
+  }
+
+  // Logits of tokens that a row does not see: -infinity.
+  template <class FragmentS>
+  CUTE_DEVICE void mask(int tile, unsigned operand, FragmentS& tCrS) {
+    if (work_tile_.seen_by_all(work_tile_.begin + tile)) return;
+    ptx::keep_branch();
+    KvTile kv_tile = work_tile_.kv_tile(work_tile_.begin + tile);
+    uint8_t const* token_order = storage_.token_order[operand % Traits::kStages];
+    int seen[2];  // of the tile's tokens
+    CUTE_UNROLL
+    for (int j = 0; j < 2; ++j) {
+      int head, query_token;
+      params_.query_tokens(head, query_token, query_row(row_of_warp(j)));
+      seen[j] = work_tile_.seen(params_, query_token, kv_tile.in_window) - kv_tile.first_token;
+    }
+    CUTE_UNROLL
+    for (int n = 0; n < size<0, 2>(tCrS); ++n) {
+      CUTE_UNROLL
+      for (int i = 0; i < 2; ++i) {
+        int column = 8 * n + 2 * (thread_ % 4) + i;
+        int token = kv_tile.in_window ? column : token_order[Traits::Order::position_of_column(column)];
+        CUTE_UNROLL
+        for (int j = 0; j < 2; ++j)
+          if (token >= seen[j]) tCrS(make_coord(i, j, n), 0, 0) = -INFINITY;
+      }
+    }
+  }
+
+  // Of the thread's two rows, among the consumer's and in the work tile.
+  CUTE_DEVICE int row_of_warp(int j) const { return thread_ / 32 * 16 + thread_ % 32 / 4 + 8 * j; }
+  CUTE_DEVICE int row_of_thread(int j) const { return first_row() + row_of_warp(j); }
+
+  // P as A fragments: a thread has of S what it needs of P.
+  template <class FragmentS, class FragmentP>
+  CUTE_DEVICE static void convert(FragmentS const& tCrS /* ((2,2,N/8),1,1) */, FragmentP& tCrP /* ((2,2,2),1,N/16) */) {
+    CUTE_UNROLL
+    for (int k = 0; k < size<2>(tCrP); ++k) {
+      CUTE_UNROLL
+      for (int h = 0; h < 2; ++h) {
+        CUTE_UNROLL
+        for (int j = 0; j < 2; ++j) {
+          cutlass::Array<float, 2> pair;
+          pair[0] = tCrS(make_coord(0, j, 2 * k + h), 0, 0), pair[1] = tCrS(make_coord(1, j, 2 * k + h), 0, 0);
+          cutlass::Array<Element, 2> converted = cutlass::NumericArrayConverter<Element, float, 2>{}(pair);
+          tCrP(make_coord(0, j, h), 0, k) = converted[0], tCrP(make_coord(1, j, h), 0, k) = converted[1];
+        }
+      }
+    }
+  }
+
+  template <class FragmentO>
+  CUTE_DEVICE void rescale(FragmentO& tCrO /* ((2,2,D/8),1,1) */) {
+    CUTE_UNROLL
+    for (int n = 0; n < size<0, 2>(tCrO); ++n) {
+      CUTE_UNROLL
+      for (int j = 0; j < 2; ++j) {
+        CUTE_UNROLL
+        for (int i = 0; i < 2; ++i) tCrO(make_coord(i, j, n), 0, 0) *= softmax_.factor(j);
+      }
+    }
+  }
+
+  // Normalised, in the order of channels: out and lse, or this split's partial of them. Rows pass through shared memory
+  // that q no longer needs, 8 of a warp at a time.
+  template <class FragmentO>
+  CUTE_DEVICE void store(FragmentO const& tCrO /* ((2,2,D/8),1,1) */) {
+    sync_warpgroup();  // all have read q
+    int warp = thread_ / 32, lane = thread_ % 32, head_dim = params_.values.head_dim;
+    auto& rows = storage_.buffer[consumer_].out[warp];
+    uint8_t const* channel_order =
+        params_.values.channel_order +
+        (int64_t{work_tile_.sequence} * params_.values.kv_heads + work_tile_.kv_head) * Traits::kHeadDim;
+    uint8_t const* channels[2];  // of the thread's two columns of 8; loaded twice, since they would take many registers
+    CUTE_UNROLL
+    for (int i = 0; i < 2; ++i) channels[i] = channel_order + Traits::Order::channel_of_row(2 * (lane % 4) + i);
+    bool partial = params_.partial_lse != nullptr;
+    int64_t output_row = work_tile_.first_output_row(params_) + (partial ? work_tile_.split * params_.all_rows() : 0);
+    float* lse = partial ? params_.partial_lse : params_.lse;
+    CUTE_UNROLL
+    for (int j = 0; j < 2; ++j) {
+      float sum = softmax_.row_sum(j), factor = sum == 0 ? 0 : 1 / sum;
+      CUTE_UNROLL
+      for (int n = 0; n < size<0, 2>(tCrO); ++n) {
+        CUTE_UNROLL
+        for (int i = 0; i < 2; ++i) {
+          rows[lane / 4][channels[i][8 * n]] = tCrO(make_coord(i, j, n), 0, 0) * factor;
+        }
+      }
+      if (lse && lane % 4 == 0 && row_of_thread(j) < work_tile_.rows)
+        lse[output_row + row_of_thread(j)] = softmax_.log_sum_exp(j);
+      __syncwarp();
+      int first = first_row() + 16 * warp + 8 * j;  // in the work tile
+#pragma unroll 2
+      for (int i = lane; i < 8 * Traits::kHeadDim / 8; i += 32) {
+        int row = i / (Traits::kHeadDim / 8), channel = i % (Traits::kHeadDim / 8) * 8;
+        if (first + row >= work_tile_.rows || channel >= head_dim) continue;
+        int64_t to = (output_row + first + row) * head_dim + channel;
+        auto const* from = reinterpret_cast<float4 const*>(&rows[row][channel]);
+        if (partial) {
+          auto* vectors = reinterpret_cast<float4*>(static_cast<float*>(params_.partial_out) + to);
+          vectors[0] = from[0], vectors[1] = from[1];
+        } else {
+          cutlass::NumericArrayConverter<Element, float, 8> converter;
+          auto converted = converter(*reinterpret_cast<cutlass::Array<float, 8> const*>(from));
+          *reinterpret_cast<uint4*>(static_cast<Element*>(params_.out) + to) =
+              *reinterpret_cast<uint4 const*>(&converted);
+        }
+      }
+      __syncwarp();
+    }
+  }
+};
+
+}  // namespace cute_kernels::attention::prefill

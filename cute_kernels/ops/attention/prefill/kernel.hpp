@@ -1,0 +1,46 @@
+// Attention of many query rows (CC 9.0): decoder warpgroups expand compressed tiles into shared memory, consumer
+// warpgroups multiply them by WGMMA. In the manner of FlashAttention-3 (arXiv 2407.08608), with decoders in place of the
+// copies of K and V.
+#pragma once
+
+#include <cutlass/arch/reg_reconfig.h>
+
+#include <cute/arch/cluster_sm90.hpp>
+
+#include "cute_kernels/ops/attention/prefill/consumer.hpp"
+#include "cute_kernels/ops/attention/prefill/decoder.hpp"
+
+namespace cute_kernels::attention::prefill {
+
+template <class Traits>
+inline constexpr int kFixedBytes = (sizeof(Storage<Traits>) + 127) / 128 * 128;
+
+template <class Traits>
+CUTE_DEVICE void sync_cluster() {
+  if constexpr (Traits::kClusterCtas > 1)
+    cute::cluster_sync();
+  else
+    __syncthreads();
+}
+
+template <class Traits>
+__global__ void __launch_bounds__(Traits::kThreads, 1) prefill_kernel(CUTE_GRID_CONSTANT Params const params) {
+  extern __shared__ __align__(1024) uint8_t shared[];
+  auto& storage = *reinterpret_cast<Storage<Traits>*>(shared);
+  if (threadIdx.x == 0) storage.init_barriers();
+  WorkTile work_tile(params, Traits::kRows, Traits::kClusterCtas);
+  sync_cluster<Traits>();
+  int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroupThreads, 0);
+  if (warpgroup >= Traits::kConsumers) {
+    cutlass::arch::warpgroup_reg_dealloc<Traits::kDecoderRegisters>();
+    int decoder = warpgroup - Traits::kConsumers;
+    uint8_t* stages = shared + kFixedBytes<Traits> + decoder * params.block_stages * params.stage_bytes;
+    TileDecoder<Traits>(params, work_tile, storage, stages, decoder).run();
+  } else {
+    cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
+    Consumer<Traits>(params, work_tile, storage, warpgroup).run();
+  }
+  if constexpr (Traits::kClusterCtas > 1) sync_cluster<Traits>();  // no CTA ends while another arrives at its barriers
+}
+
+}  // namespace cute_kernels::attention::prefill

@@ -1,0 +1,29 @@
+// What the prefill kernel is called with.
+#pragma once
+
+#include <cutlass/fast_math.h>
+
+#include "cute_kernels/ops/attention/problem.hpp"
+
+namespace cute_kernels::attention::prefill {
+
+inline constexpr int kOrderBytes = format::kTileTokens;
+
+struct Params : Problem {
+  int group;                         // query heads of a KV head
+  int rows;                          // of a KV head: group x query tokens
+  cutlass::FastDivmod query_tokens;  // query row of a KV head -> (query head of the group, query token)
+  cutlass::FastDivmod row_blocks;    // of a KV head
+  cutlass::FastDivmod splits;        // of a KV head's tokens
+  cutlass::FastDivmod kv_heads;      // of the keys
+  bool q_vectorized;                 // rows of q may be read 16 bytes at a time
+  bool separate_orders;              // keys and values were not compressed together: each has its token order
+  bool zero_masked;                  // sequences may end within a tile whose further tokens are stored
+  int block_stages, stage_bytes;     // of a decoder
+  void* partial_out;                 // (splits, batch, q_heads, q_tokens, head_dim) fp32, and
+  float* partial_lse;                // (splits, batch, q_heads, q_tokens); null with one split
+
+  CUTE_HOST_DEVICE int64_t all_rows() const { return int64_t{batch} * q_heads * q_tokens; }
+};
+
+}  // namespace cute_kernels::attention::prefill

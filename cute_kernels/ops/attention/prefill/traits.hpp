@@ -1,0 +1,72 @@
+// The compile-time shape of the prefill kernel.
+//
+// Consumer warpgroups have 64 query rows each: S = Q K^T, then O += P V, with Q (but for large heads) and P in
+// registers. Decoder warpgroups put K (tokens x channels) and V^T (channels x tokens) of a tile in stages of shared memory,
+// both K-major and swizzled as WGMMA reads its B operand.
+#pragma once
+
+#include <cute/arch/mma_sm90.hpp>
+#include <cute/atom/mma_atom.hpp>
+#include <cute/tensor.hpp>
+
+#include "cute_kernels/mma/stored_operand.hpp"
+#include "cute_kernels/ops/attention/prefill/launch.hpp"
+#include "cute_kernels/ops/attention/prefill/operand_layout.hpp"
+
+namespace cute_kernels::attention::prefill {
+
+using namespace cute;
+
+inline constexpr int kWarpgroupThreads = 128, kWarpgroupWarps = 4;
+
+// kConsumers: warpgroups of a CTA that multiply. kClusterCtas: CTAs that have the same KV tiles, for different query rows,
+// each of which decodes a part of them for all.
+template <class Stored_, int kHeadDim_, int kConsumers_, int kClusterCtas_>
+struct Traits {
+  using Stored = Stored_;
+  using TileFormat = typename Stored::TileFormat;
+  using Codec = typename Stored::Codec;
+  using Element = typename Stored::Element;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kTokens = format::kTileTokens;
+  static constexpr int kConsumers = kConsumers_;
+  static constexpr int kClusterCtas = kClusterCtas_;
+  static constexpr int kRows = kConsumers * kConsumerRows;  // query rows of a CTA
+
+  // Q in registers, where there is room for it, spares shared memory a fourth of its reads.
+  static constexpr bool kQueriesInRegisters = kHeadDim < 256;
+  using TileShapeQK = Shape<Int<kConsumerRows>, Int<kTokens>, Int<kHeadDim>>;
+  using MmaAtomQK =
+      std::conditional_t<kQueriesInRegisters, decltype(GMMA::rs_op_selector<Element, Element, float, TileShapeQK>()),
+                         decltype(GMMA::ss_op_selector<Element, Element, float, TileShapeQK>())>;
+  using TiledMmaQK = decltype(make_tiled_mma(MmaAtomQK{}));
+  using TiledMmaPV = decltype(make_tiled_mma(
+      GMMA::rs_op_selector<Element, Element, float, Shape<Int<kConsumerRows>, Int<kHeadDim>, Int<kTokens>>>()));
+  static_assert(size(TiledMmaQK{}) == kWarpgroupThreads && size(TiledMmaPV{}) == kWarpgroupThreads);
+
+  using SmemAtom = GMMA::Layout_K_SW128_Atom<Element>;
+  using SmemLayoutQ = decltype(tile_to_shape(SmemAtom{}, Shape<Int<kConsumerRows>, Int<kHeadDim>>{}));
+  using SmemLayoutK = decltype(tile_to_shape(SmemAtom{}, Shape<Int<kTokens>, Int<kHeadDim>>{}));
+  using SmemLayoutV = decltype(tile_to_shape(SmemAtom{}, Shape<Int<kHeadDim>, Int<kTokens>>{}));  // V^T
+  // Offsets of elements from a buffer's start; the layouts above are swizzled by address.
+  template <class SmemLayout>
+  using Offsets = decltype(as_position_independent_swizzle_layout(SmemLayout{}));
+  static constexpr int kStageElements = kTokens * kHeadDim;
+  using Order = OperandLayout<TileFormat>;
+  static_assert(Order::is_consistent());
+
+  // Whether registers suffice for S of the next tile beside P.
+  static constexpr bool kOverlaps = kHeadDim < 256;
+
+  // Registers decide how many decoders there are beside the consumers, whose O grows with the head_dim.
+  static constexpr int kDecoders = (kHeadDim == 256 ? 3 : 4) - kConsumers;
+  static constexpr int kStages = kHeadDim == 256 ? 5 - kConsumers : 8;
+  static_assert(kClusterCtas == 1 || kStages % (kClusterCtas * kDecoders) == 0, "a stage is filled by one CTA");
+  static constexpr int kThreads = (kConsumers + kDecoders) * kWarpgroupThreads;
+  static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
+  static constexpr int kDecoderRegisters = kHeadDim == 256 || kConsumers == 1 ? 104 : 72;
+  static constexpr int kConsumerRegisters = cute::min(
+      240, ((kConsumers + kDecoders) * kLaunchRegisters - kDecoders * kDecoderRegisters) / kConsumers / 8 * 8);
+};
+
+}  // namespace cute_kernels::attention::prefill

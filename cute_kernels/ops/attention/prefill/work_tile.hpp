@@ -1,0 +1,79 @@
+// What a CTA has: a block of query rows of a KV head, and a split of the tokens that they see.
+#pragma once
+
+#include "cute_kernels/ops/attention/prefill/params.hpp"
+
+namespace cute_kernels::attention::prefill {
+
+// Of the dense window or of the compressed tokens.
+struct KvTile {
+  bool in_window;
+  int first_token;
+};
+
+class WorkTile {
+ public:
+  int row, sequence, kv_head;  // of the batch, where its tokens are stored
+  int first_row, rows;         // of the KV head's query rows; none in a cluster's last CTA, perhaps
+  int split;
+  int tokens, window_tokens;  // that count
+  int begin, end;             // its KV tiles: those of the window come first
+
+  // rows_of_cta: the most query rows of a CTA; cluster_ctas: CTAs that have the same KV tiles.
+  CUTE_DEVICE WorkTile(Params const& params, int rows_of_cta, int cluster_ctas) {
+    int head, block, of_head;
+    params.row_blocks(head, block, blockIdx.x);
+    params.splits(of_head, split, head);
+    params.kv_heads(row, kv_head, of_head);
+    block = params.row_blocks.divisor - 1 - block;  // with causality, those that see most come first
+    first_row = block * rows_of_cta;
+    rows = max(0, min(rows_of_cta, params.rows - first_row));
+    int cluster_row = block / cluster_ctas * cluster_ctas * rows_of_cta;
+    int cluster_rows = min(cluster_ctas * rows_of_cta, params.rows - cluster_row);
+    sequence = params.sequences ? __ldg(params.sequences + row) : row;
+    tokens = length(params.lengths, static_cast<int>(params.keys.tokens));
+    window_tokens = params.window.tokens > 0 ? length(params.window.lengths, params.window.tokens) : 0;
+    int first_head, last_head, oldest_query, last_token;
+    params.query_tokens(first_head, oldest_query, cluster_row);
+    params.query_tokens(last_head, last_token, cluster_row + cluster_rows - 1);
+    bool one_head = first_head == last_head;
+    if (!one_head) oldest_query = 0;
+    int newest_query = one_head ? last_token : params.query_tokens.divisor - 1;
+    window_tiles_ = tiles_of(seen(params, newest_query, true));
+    full_window_tiles_ = seen(params, oldest_query, true) / format::kTileTokens;
+    full_tiles_ = seen(params, oldest_query, false) / format::kTileTokens;
+    int tiles = window_tiles_ + tiles_of(seen(params, newest_query, false));
+    begin = static_cast<int>(int64_t{tiles} * split / params.splits.divisor);
+    end = static_cast<int>(int64_t{tiles} * (split + 1) / params.splits.divisor);
+  }
+
+  CUTE_DEVICE KvTile kv_tile(int index) const {
+    int compressed = index - window_tiles_;
+    return compressed < 0 ? KvTile{true, index * format::kTileTokens} : KvTile{false, compressed * format::kTileTokens};
+  }
+
+  // Tokens of the window, or of the compressed ones, that a query token sees.
+  CUTE_DEVICE int seen(Params const& params, int query_token, bool in_window) const {
+    int of_window = window_tokens - (params.causal ? params.query_tokens.divisor - 1 - query_token : 0);
+    return max(0, in_window ? of_window : tokens + min(0, of_window));
+  }
+  // Whether every query row sees all of a KV tile.
+  CUTE_DEVICE bool seen_by_all(int index) const {
+    return index < window_tiles_ ? index < full_window_tiles_ : index < window_tiles_ + full_tiles_;
+  }
+
+  // In (batch, q_heads, q_tokens) of the first row: the rows of a KV head follow one another.
+  CUTE_DEVICE int64_t first_output_row(Params const& params) const {
+    return (int64_t{row} * params.kv_heads.divisor + kv_head) * params.rows + first_row;
+  }
+
+ private:
+  int window_tiles_, full_window_tiles_, full_tiles_;
+
+  CUTE_DEVICE static int tiles_of(int tokens) { return (tokens + format::kTileTokens - 1) / format::kTileTokens; }
+  CUTE_DEVICE int length(int32_t const* lengths, int all) const {
+    return lengths ? max(0, min(all, __ldg(lengths + sequence))) : all;
+  }
+};
+
+}  // namespace cute_kernels::attention::prefill
