@@ -109,7 +109,7 @@ class DecodingStep {
     Problem problem = problem_;
     problem.q = to_pointer<void>(q);
     problem.out = to_pointer<void>(out);
-    compress::append(pool_, windows_, lengths_, keys, values, nullptr, to_pointer<CUstream_st>(stream));
+    compress::append(pool_, windows_, lengths_, keys, values, nullptr, {}, to_pointer<CUstream_st>(stream));
     Scratch scratch(new_empty);
     dispatch::run(problem, std::ref(scratch), backend_, {}, to_pointer<CUstream_st>(stream));
   }

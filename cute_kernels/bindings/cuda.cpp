@@ -98,10 +98,11 @@ compress::Windows make_windows(uintptr_t keys, uintptr_t values, uintptr_t lengt
 
 void append(compress::Pool const& pool, compress::Windows const& windows, uintptr_t lengths, uintptr_t k,
             Strides const& k_strides, uintptr_t v, Strides const& v_strides, int batch, int64_t tokens,
-            uintptr_t sequences, uintptr_t stream) {
+            uintptr_t sequences, uintptr_t own_lengths, int rank, int ranks, uintptr_t stream) {
+  if (ranks < 1 || rank < 0 || rank >= ranks) throw std::invalid_argument("rank must be one of the ranks");
   compress::append(pool, windows, to_pointer<int32_t>(lengths), rows_of_pool(pool.keys, k, k_strides, batch, tokens),
                    rows_of_pool(pool.values, v, v_strides, batch, tokens), to_pointer<int32_t>(sequences),
-                   stream_of(stream));
+                   {to_pointer<int32_t>(own_lengths), rank, ranks}, stream_of(stream));
 }
 
 void load(compress::Pool const& pool, int sequence, int first_tile, int tiles, uintptr_t keys, uintptr_t values,
@@ -149,11 +150,12 @@ void sparse_av(format::SparseView const& view, uintptr_t p, Strides const& p_str
   dispatch::run(product, std::ref(scratch), backend, make_tuning(stages_ahead), stream_of(stream));
 }
 
-void merge_states(uintptr_t outs, uintptr_t lses, uintptr_t out, uintptr_t lse, int states, int64_t rows, int head_dim,
-                  int dtype, uintptr_t stream) {
-  reduce::merge_states({to_pointer<void>(outs), to_pointer<float>(lses), to_pointer<void>(out), to_pointer<float>(lse),
-                        states, rows, head_dim, static_cast<DType>(dtype), static_cast<DType>(dtype)},
-                       stream_of(stream));
+void merge_states(uintptr_t outs, uintptr_t lses, int64_t out_stride, int64_t lse_stride, uintptr_t out, uintptr_t lse,
+                  int states, int64_t rows, int head_dim, int dtype, uintptr_t stream) {
+  reduce::merge_states(
+      {to_pointer<void>(outs), to_pointer<float>(lses), out_stride, lse_stride, to_pointer<void>(out),
+       to_pointer<float>(lse), states, rows, head_dim, static_cast<DType>(dtype), static_cast<DType>(dtype)},
+      stream_of(stream));
 }
 
 }  // namespace
@@ -176,14 +178,14 @@ void bind_cuda(py::module_& m) {
   cuda.def("store", &store, "pool"_a, "k"_a, "k_strides"_a, "v"_a, "v_strides"_a, "batch"_a, "tokens"_a, "sequences"_a,
            "first_tiles"_a, "new_order"_a, "part"_a, "scratch"_a, "stream"_a);
   cuda.def("append", &append, "pool"_a, "windows"_a, "lengths"_a, "k"_a, "k_strides"_a, "v"_a, "v_strides"_a, "batch"_a,
-           "tokens"_a, "sequences"_a, "stream"_a);
+           "tokens"_a, "sequences"_a, "own_lengths"_a, "rank"_a, "ranks"_a, "stream"_a);
   cuda.def("load", &load, "pool"_a, "sequence"_a, "first_tile"_a, "tiles"_a, "keys"_a, "values"_a, "stream"_a);
   cuda.def("sparse_qk", &sparse_qk, "view"_a, "q"_a, "q_strides"_a, "q_heads"_a, "q_tokens"_a, "scale"_a, "out"_a,
            "out_dtype"_a, "backend"_a, "stages_ahead"_a, "stream"_a);
   cuda.def("sparse_av", &sparse_av, "view"_a, "p"_a, "p_strides"_a, "p_dtype"_a, "q_heads"_a, "q_tokens"_a, "out"_a,
            "new_empty"_a, "backend"_a, "stages_ahead"_a, "stream"_a);
-  cuda.def("merge_states", &merge_states, "outs"_a, "lses"_a, "out"_a, "lse"_a, "states"_a, "rows"_a, "head_dim"_a,
-           "dtype"_a, "stream"_a);
+  cuda.def("merge_states", &merge_states, "outs"_a, "lses"_a, "out_stride"_a, "lse_stride"_a, "out"_a, "lse"_a,
+           "states"_a, "rows"_a, "head_dim"_a, "dtype"_a, "stream"_a);
 }
 
 }  // namespace cute_kernels::bindings

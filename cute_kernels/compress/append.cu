@@ -31,6 +31,7 @@ struct AppendArguments {
   Windows windows;
   int32_t* lengths;
   int32_t const* sequences;
+  Share share;
   int staged_rows;
   int part_bytes;  // shared memory of a part of the CTA
 };
@@ -230,7 +231,11 @@ __global__ void __launch_bounds__(AppendShape<HeadDim>::kThreads) append_kernel(
       a.windows.arrivals[sequence] = 0;
       if (fits) {
         a.windows.lengths[sequence] = state.total - (state.stores ? kTileTokens : 0);
-        if (state.stores) a.lengths[sequence] = state.compressed + kTileTokens;
+        if (state.stores) {
+          a.lengths[sequence] = state.compressed + kTileTokens;
+          if (a.share.lengths && state.compressed / kTileTokens % a.share.ranks == a.share.rank)
+            a.share.lengths[sequence] += kTileTokens;
+        }
       } else {
         *a.error = 1;
       }
@@ -277,7 +282,7 @@ void launch_append(AppendArguments& a, int keep, unsigned ctas, cudaStream_t str
 }  // namespace
 
 void append(Pool const& pool, Windows const& windows, int32_t* lengths, DenseView const& k, DenseView const& v,
-            int32_t const* sequences, cudaStream_t stream) {
+            int32_t const* sequences, Share const& share, cudaStream_t stream) {
   check_codec(pool.keys);
   check_codec(pool.values);
   AppendArguments a{};
@@ -293,6 +298,7 @@ void append(Pool const& pool, Windows const& windows, int32_t* lengths, DenseVie
   a.windows = windows;
   a.lengths = lengths;
   a.sequences = sequences;
+  a.share = share;
   unsigned ctas = static_cast<unsigned>(k.batch * k.kv_heads);
   int keep = pool.key_keep && pool.value_keep ? std::max(pool.key_keep, pool.value_keep) : 0;
   format::visit_head_dim(pool.keys.padded_head_dim,

@@ -23,11 +23,17 @@ struct Windows {
   int capacity, recent;  // tokens: at most, at least
 };
 
+// Where tiles are dealt out to ranks: tile i of a sequence belongs to rank i % ranks.
+struct Share {
+  int32_t* lengths = nullptr;  // (sequences): tokens in this rank's tiles; null: nobody asks
+  int rank = 0, ranks = 1;
+};
+
 // k, v: new tokens, at most 64 a row; row i is sequence sequences[i], or i if that is null; a row of a negative one is
-// left out. lengths (sequences): compressed tokens. One kernel, which leaves a sequence as it was and sets the pool's
+// left out. lengths (sequences): compressed tokens; those of `share` grow with its rank's tiles. One kernel, which leaves a sequence as it was and sets the pool's
 // error where the new tokens do not fit into the window or the tile that is due has no page.
 void append(Pool const& pool, Windows const& windows, int32_t* lengths, DenseView const& k, DenseView const& v,
-            int32_t const* sequences, cudaStream_t stream);
+            int32_t const* sequences, Share const& share, cudaStream_t stream);
 
 // keys, values: contiguous (kv_heads, tokens of the run, head_dim); zeros where there is no page.
 void load(Pool const& pool, TileRun const& run, void* keys, void* values, cudaStream_t stream);

@@ -95,8 +95,8 @@ void run_prefill(attention::Problem const& problem, Workspace const& workspace, 
   Launcher::launch(params, variant, static_cast<int>(work_tiles * splits),
                    limits.fixed_shared_bytes + of_a_stage * params.block_stages, stream);
   if (splits > 1)
-    reduce::merge_states({params.partial_out, params.partial_lse, problem.out, problem.lse, splits, out_rows,
-                          keys.head_dim, DType::kFloat32, keys.dtype},
+    reduce::merge_states({params.partial_out, params.partial_lse, out_rows * keys.head_dim, out_rows, problem.out,
+                          problem.lse, splits, out_rows, keys.head_dim, DType::kFloat32, keys.dtype},
                          stream);
 }
 

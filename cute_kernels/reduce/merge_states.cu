@@ -23,12 +23,12 @@ __global__ void __launch_bounds__(kThreads) merge(CUTE_GRID_CONSTANT States cons
   constexpr float kLog2e = 1.44269504088896f, kLn2 = 0.693147180559945f;
   int64_t index = int64_t{blockIdx.x} * kThreads + threadIdx.x, row = index / vectors_of_row;
   if (row >= params.rows) return;
-  int64_t vectors = params.rows * vectors_of_row;  // of a state
+  int64_t vectors = params.out_stride / kElements;  // from a state to the next
   float const* lses = params.lses + row;
   auto const* outs = static_cast<uint4 const*>(params.outs) + index;
 
   float largest = -INFINITY;
-  for (int i = 0; i < params.states; ++i) largest = fmaxf(largest, __ldg(lses + i * params.rows));
+  for (int i = 0; i < params.states; ++i) largest = fmaxf(largest, __ldg(lses + i * params.lse_stride));
   float zero = largest == -INFINITY ? 0 : largest;  // -inf - -inf is no number
 
   float weights = 0, sums[kElements] = {};
@@ -38,8 +38,9 @@ __global__ void __launch_bounds__(kThreads) merge(CUTE_GRID_CONSTANT States cons
     uint4 loaded[kLoadsAtOnce];
     CUTE_UNROLL
     for (int i = 0; i < kLoadsAtOnce; ++i) {
-      lse[i] = first + i < params.states ? __ldg(lses + (first + i) * params.rows) : -INFINITY;
-      loaded[i] = lse[i] == -INFINITY ? make_uint4(0, 0, 0, 0) : __ldg(outs + (first + i) * vectors);
+      lse[i] = first + i < params.states ? __ldg(lses) : -INFINITY;
+      loaded[i] = lse[i] == -INFINITY ? make_uint4(0, 0, 0, 0) : __ldg(outs);
+      lses += params.lse_stride, outs += vectors;
     }
     CUTE_UNROLL
     for (int i = 0; i < kLoadsAtOnce; ++i) {

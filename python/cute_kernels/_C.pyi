@@ -283,6 +283,9 @@ class cuda:
         batch: int,
         tokens: int,
         sequences: int,
+        own_lengths: int,
+        rank: int,
+        ranks: int,
         stream: int,
     ) -> None: ...
     @staticmethod
@@ -317,7 +320,17 @@ class cuda:
     ) -> None: ...
     @staticmethod
     def merge_states(
-        outs: int, lses: int, out: int, lse: int, states: int, rows: int, head_dim: int, dtype: int, stream: int
+        outs: int,
+        lses: int,
+        out_stride: int,
+        lse_stride: int,
+        out: int,
+        lse: int,
+        states: int,
+        rows: int,
+        head_dim: int,
+        dtype: int,
+        stream: int,
     ) -> None: ...
     @staticmethod
     def attention(

@@ -75,11 +75,20 @@ def _merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
         _merge_on_cpu(outs, lses, out, lse)
         return out, lse
     kernels = compression_kernels(outs.device)
-    outs, lses = _aligned(outs.contiguous()), lses.contiguous()
+    outs, lses = _readable(outs), _readable(lses)
     with kernels.launch() as stream:
-        pointers = address(outs), address(lses), address(out), address(lse)
         kernels.module.merge_states(
-            *pointers, outs.shape[0], lse.numel(), outs.shape[4], DTYPE_CODES[outs.dtype], stream
+            address(outs),
+            address(lses),
+            outs.stride(0),
+            lses.stride(0),
+            address(out),
+            address(lse),
+            outs.shape[0],
+            lse.numel(),
+            outs.shape[4],
+            DTYPE_CODES[outs.dtype],
+            stream,
         )
     return out, lse
 
@@ -100,9 +109,12 @@ def _merge_on_cpu(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> None:
     lse.copy_(zero + total.log())
 
 
-def _aligned(x: Tensor) -> Tensor:
-    """The kernel loads 16 bytes at a time."""
-    return x.clone() if x.data_ptr() % 16 else x
+def _readable(x: Tensor) -> Tensor:
+    """Parts that are contiguous, at any distance from one another; the kernel loads 16 bytes of an output at a time."""
+    x = x if x[0].is_contiguous() else x.contiguous()
+    wanted = 16 if x.dim() == 5 else 4
+    misaligned = x.data_ptr() % wanted or (x.shape[0] > 1 and x.stride(0) * x.element_size() % wanted)
+    return x.clone(memory_format=torch.contiguous_format) if misaligned else x
 
 
 _MERGE = ops.define("merge_states(Tensor outs, Tensor lses) -> (Tensor, Tensor)", _merge, _merge_fake)

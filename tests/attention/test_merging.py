@@ -47,13 +47,31 @@ def test_any_number_of_parts(count, dtype, device, rng):
         assert_merged(ck.merge_states(outs, lses), outs, lses)
 
 
+def received(outs: Tensor, lses: Tensor, between: int) -> tuple[Tensor, Tensor]:
+    """The same, each part's outputs before its lses and `between` bytes behind them."""
+    parts = outs.shape[0]
+    sizes = [x.nbytes // parts for x in (outs, lses)]
+    held = torch.full((parts, sum(sizes) + between), 255, dtype=torch.uint8, device=outs.device)  # NaN in between
+    views = held[:, : sizes[0]].view(outs.dtype), held[:, sizes[0] : sum(sizes)].view(lses.dtype)
+    return tuple(view.unflatten(1, x.shape[1:]).copy_(x) for view, x in zip(views, (outs, lses)))
+
+
 @DEVICES
 def test_lists_and_strides(device, rng):
     outs, lses = states(3, 2, 4, 1, 64, device=device)
     merged = ck.merge_states(outs, lses)
     swapped = outs.transpose(1, 2).contiguous().transpose(1, 2), lses.transpose(0, 3).contiguous().transpose(0, 3)
     odd = torch.empty(outs.numel() + 1, dtype=outs.dtype, device=device)[1:].view(outs.shape).copy_(outs)
-    for given in ((list(outs), tuple(lses)), swapped, (torch._neg_view(-outs), torch._neg_view(-lses)), (odd, lses)):
+    # Parts apart from one another, in one buffer as ranks send them, and where vectors of 16 bytes cannot be read.
+    apart, unaligned = (received(outs, lses, between) for between in (16, 4))
+    for given in (
+        (list(outs), tuple(lses)),
+        swapped,
+        (torch._neg_view(-outs), torch._neg_view(-lses)),
+        (odd, lses),
+        apart,
+        unaligned,
+    ):
         assert all(oracle.same_bits(a, b) for a, b in zip(ck.merge_states(*given), merged, strict=True))
 
 

@@ -222,6 +222,24 @@ class Windows(_Tensors):
         return pack_window(self.keys, self.values, self.lengths)
 
 
+@dataclass(frozen=True, eq=False)
+class Share:
+    """One rank's part of all tiles, which are dealt out: tile i of a sequence belongs to rank i % ranks."""
+
+    lengths: Tensor  # int32 (S,): tokens in this rank's tiles
+    rank: int
+    ranks: int
+
+    def tiles(self, tiles: int) -> int:
+        """How many of the first `tiles` tiles are this rank's."""
+        return (tiles + self.ranks - 1 - self.rank) // self.ranks
+
+    def count(self, lengths: Tensor) -> None:
+        """Sets the rank's lengths from those of all ranks together, int32 (S,), multiples of 64."""
+        tiles = (lengths // TILE_TOKENS + (self.ranks - 1 - self.rank)) // self.ranks
+        self.lengths.copy_(tiles * TILE_TOKENS)
+
+
 def store(
     pool: Pool, k: Tensor, v: Tensor, sequences: Tensor, first_tiles: Tensor, new_order: bool | None = None
 ) -> None:
@@ -286,14 +304,22 @@ def append(
 
 
 def append_unchecked(
-    pool: Pool, windows: Windows, lengths: Tensor, k: Tensor, v: Tensor, sequences: Tensor | None = None
+    pool: Pool,
+    windows: Windows,
+    lengths: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sequences: Tensor | None = None,
+    share: Share | None = None,
 ) -> None:
-    """`append` without its checks, for k and v without pending negations."""
+    """`append` without its checks, for k and v without pending negations. share: whose lengths grow, too."""
     rows, _, tokens, _ = k.shape
     if not rows or not tokens:
         return
     if pool.device.type == "cpu":
         append_on_cpu(pool, windows, lengths, k, v, sequences)
+        if share is not None:
+            share.count(lengths)
         return
     launch(
         compression_kernels(pool.device).module.append,
@@ -308,6 +334,7 @@ def append_unchecked(
         rows,
         tokens,
         0 if sequences is None else sequences.data_ptr(),
+        *((0, 0, 1) if share is None else (share.lengths.data_ptr(), share.rank, share.ranks)),
     )
 
 

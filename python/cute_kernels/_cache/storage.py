@@ -79,6 +79,7 @@ class CacheStorage:
         self.content = torch.zeros(1, dtype=torch.int32, device=device)  # see ops
         self._remembered: OrderedDict[tuple[int, ...], Tensor] = OrderedDict()
         self._kept: list[Tensor] = []  # tensors that captured graphs point to
+        self._share: page_pool.Share | None = None  # whose lengths `append` counts, too
         self._problem: tuple[object, _C.AttentionProblem | None] = None, None  # arguments of the last one, and it
 
     def grown(self, made_for: CacheConfig) -> CacheStorage:
@@ -150,7 +151,7 @@ class CacheStorage:
         """One to max_append new tokens a row; rows None: 0, 1, ... Callers have checked k and v, which have no pending
         negation, and have entered the pages that the tokens need into the table."""
         numbers = None if rows is None else self.numbers(rows, capturing=capturing)
-        page_pool.append_unchecked(self.pool, self.windows, self.lengths, k, v, numbers)
+        page_pool.append_unchecked(self.pool, self.windows, self.lengths, k, v, numbers, self._share)
 
     def store(self, k: Tensor, v: Tensor, run: Run, tiles: int) -> None:
         """The tiles that get full with the last run.tokens of k and v (B, Hkv, T, D). Writes over nothing that the

@@ -18,6 +18,7 @@ from cute_kernels._cache.sequences import TILE
 from cute_kernels._cache.storage import runs
 from cute_kernels._runtime import checks, gradients, ops
 from cute_kernels._runtime.backends import check_name, resolve
+from cute_kernels.distributed.exchange import Parts
 from cute_kernels.distributed.ranks import Ranks
 from cute_kernels.distributed.shard import Shard
 from cute_kernels.merging import merge_states
@@ -30,8 +31,8 @@ _CHECKED_EVERY = 64  # calls of attend, on GPUs, after which the host looks at w
 class PendingAttention:
     """What `ShardedKVCache.attend` returns with async_op=True: ranks' outputs are on their way."""
 
-    def __init__(self, cache: ShardedKVCache, received: Tensor, work: Any, kept: tuple[Any, ...]) -> None:
-        self._cache, self._received, self._work, self._kept = cache, received, work, kept
+    def __init__(self, cache: ShardedKVCache, parts: Parts, work: Any, kept: tuple[bool, bool]) -> None:
+        self._cache, self._parts, self._work, self._kept = cache, parts, work, kept
         self._result: Any = None
 
     def wait(self) -> Tensor | tuple[Tensor, Tensor]:
@@ -43,7 +44,7 @@ class PendingAttention:
         if self._result is None:
             if self._work is not None:
                 self._work.wait()
-            self._result = self._cache._merged(self._received, *self._kept)
+            self._result = self._cache._merged(self._parts, *self._kept)
             self._work = None
         return self._result
 
@@ -165,13 +166,11 @@ class ShardedKVCache:
         tiles = state.compressed // TILE
         share = -(-tiles // ranks)
         own = torch.stack(self._shard.load_own(row, tiles))  # (2, Hkv, tokens, D)
-        sent = own.new_zeros(2, self.kv_heads, share * TILE, self.head_dim)
-        sent[:, :, : own.shape[2]] = own
-        received, work = self._ranks.gather(sent.view(-1))
-        if work is not None:
-            work.wait()
-        parts = received.view(ranks, 2, self.kv_heads, share, TILE, self.head_dim)
-        k, v = parts.permute(1, 2, 3, 0, 4, 5).flatten(2, 4)[:, :, : state.compressed]
+        parts = own.new_zeros(ranks, 2, self.kv_heads, share * TILE, self.head_dim)
+        parts[self.rank, :, :, : own.shape[2]] = own
+        self._ranks.gather(parts.view(ranks, -1))
+        tiled = parts.view(ranks, 2, self.kv_heads, share, TILE, self.head_dim)
+        k, v = tiled.permute(1, 2, 3, 0, 4, 5).flatten(2, 4)[:, :, : state.compressed]
         k, v = (torch.cat(pair, dim=1) for pair in zip((k, v), self._shard.window(row, state.window)))
         return k, v
 
@@ -328,25 +327,29 @@ class ShardedKVCache:
         if new or (error is not None and self._last is None):
             names = ("q's shape", "q's dtype", "scale", "return_lse", "backend")
             self._ranks.agree("attend", {name: repr(value) for name, value in zip(names, key)}, error)
-        out = lse = None
-        if error is not None:  # other ranks are about to gather results of the last call's shape
-            q = torch.empty(self._last or (), dtype=self.dtype, device=self.device)
-        else:
+        if not capturing:
+            self._calls += 1
+        look = not capturing and (self.device.type == "cpu" or new or self._calls % _CHECKED_EVERY == 0)
+        # Other ranks are about to gather results of the last call's shape where this one's arguments are wrong.
+        parts = self._parts(q.shape if error is None else self._last or (0, 0, 0, self.head_dim))
+        if error is None:
             try:
-                out, lse = self._attend_here(q, factor, backend)
+                self._attend_here(q, factor, backend, parts)
             except Exception as caught:
                 if capturing:
                     raise
                 error = caught
-        if not capturing:
-            self._calls += 1
-        look = self.device.type == "cpu" or new or self._calls % _CHECKED_EVERY == 0
-        received, work = self._ranks.gather(self._sent(q, out, lse), async_op=async_op and error is None)
+        if error is not None:
+            parts.out.fill_(math.nan)
+            parts.lse.fill_(math.nan)
+        if look:
+            self._describe(parts.header, failed=error is not None)
+        work = self._ranks.gather(parts.bytes, async_op=async_op and error is None)
         if error is not None:
             raise error
         self._known.add(key)
         self._last = tuple(q.shape)
-        pending = PendingAttention(self, received, work, (q.shape, q.dtype, return_lse, look and not capturing))
+        pending = PendingAttention(self, parts, work, (return_lse, look))
         return pending if async_op else pending.wait()
 
     @torch.no_grad()
@@ -380,22 +383,23 @@ class ShardedKVCache:
                 f"q must have at most the {most} newest tokens, which the window has, got Sq = {q.shape[2]}"
             )
 
-    def _attend_here(self, q: Tensor, scale: float, backend: str) -> tuple[Tensor, Tensor]:
-        """Over this rank's tokens. Only the window has tokens that are hidden from some of the queries."""
+    def _attend_here(self, q: Tensor, scale: float, backend: str, parts: Parts) -> None:
+        """Over this rank's tokens, into its part. Only the window has tokens that are hidden from some queries."""
         shard, causal = self._shard, self._shard.has_window
         name = resolve(backend, self.device)
         if name == "reference":
             self._refresh("attend with backend 'reference'")
-            return attend_reference(q, [self._own(row) for row in range(q.shape[0])], scale, causal, None, None)
-        out, lse = q.new_empty(*q.shape), q.new_empty(*q.shape[:3], dtype=torch.float32)
-        if out.numel():
+            attend_reference(q, [self._own(row) for row in range(q.shape[0])], scale, causal, parts.out, parts.lse)
+        elif parts.out.numel():
             q = checks.plain(q)
-            rows = self._table.rows[: q.shape[0]]
-            tiles = [shard.own_tiles(state.compressed // TILE) for state in rows]
+            tiles = [shard.share.tiles(state.compressed // TILE) for state in self._table.rows[: q.shape[0]]]
             expected = max(tiles) * TILE, sum(tiles) * TILE
             problem = shard.own_problem(q, scale, causal, expected=expected)
-            launch_problem(problem, q, out, lse, name, lengths=shard.own_lengths())
-        return out, lse
+            launch_problem(problem, q, parts.out, parts.lse, name, lengths=shard.share.lengths)
+
+    def _parts(self, shape: Sequence[int]) -> Parts:
+        """Room for what ranks send of queries (B, Hq, Sq, D)."""
+        return Parts(self.world_size, self.rank, shape, self.dtype, self.max_batch + 1, self.device)
 
     def _own(self, row: int) -> tuple[Tensor, Tensor]:
         """K and V of a sequence, those of this rank alone."""
@@ -405,27 +409,20 @@ class ShardedKVCache:
             k, v = (torch.cat(pair, dim=1) for pair in zip((k, v), self._shard.window(row, state.window)))
         return k, v
 
-    def _sent(self, q: Tensor, out: Tensor | None, lse: Tensor | None) -> Tensor:
-        """This rank's part in one tensor of bytes: tokens of every sequence and a mark of failure, LSE, output. All of
-        it is on the device: the host waits for nothing."""
-        shard = self._shard
-        mark = shard.pool.error
-        if out is None or lse is None:
-            out, lse = torch.zeros_like(q), q.new_full(q.shape[:3], float("nan"), dtype=torch.float32)
-            mark = torch.full_like(mark, _FAILED)
-        header = shard.lengths + shard.windows.lengths, mark
-        return torch.cat([x.contiguous().view(-1).view(torch.uint8) for x in (*header, lse, out)])
+    def _describe(self, header: Tensor, *, failed: bool) -> None:
+        """Tokens of every sequence and a mark of failure, written on the device: the host waits for nothing."""
+        torch.add(self._shard.lengths, self._shard.windows.lengths, out=header[:-1])
+        if failed:
+            header[-1:].fill_(_FAILED)
+        else:
+            header[-1:].copy_(self._shard.pool.error)
 
-    def _merged(self, received: Tensor, shape: torch.Size, dtype: torch.dtype, return_lse: bool, look: bool) -> Any:
-        """attend's result, from what all ranks sent, (world_size, bytes)."""
-        begin = 4 * (self.max_batch + 1)
+    def _merged(self, parts: Parts, return_lse: bool, look: bool) -> Any:
+        """attend's result, from what all ranks sent."""
         if look:
-            self._compare(received[:, :begin].contiguous().view(torch.int32).tolist())
-        end = begin + 4 * math.prod(shape[:3])
-        lses = received[:, begin:end].contiguous().view(torch.float32).view(self.world_size, *shape[:3])
-        outs = received[:, end:].contiguous().view(dtype).view(self.world_size, *shape)
-        merged, lse = merge_states(outs, lses)
-        return (merged, lse) if return_lse else merged
+            self._compare(parts.headers().tolist())
+        out, lse = merge_states(*parts.states()) if self.world_size > 1 else (parts.out, parts.lse)
+        return (out, lse) if return_lse else out
 
     def _compare(self, headers: list[list[int]]) -> None:
         marks = [header[-1] for header in headers]

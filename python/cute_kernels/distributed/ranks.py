@@ -52,14 +52,12 @@ class Ranks:
             )
         return kv_heads // self.heads_size
 
-    def gather(self, sent: Tensor, *, async_op: bool = False) -> tuple[Tensor, Any]:
-        """(received, work): `sent` (n,) of every rank that has other tokens, (world_size, n), once `work` is done;
-        work None: it is done."""
+    def gather(self, parts: Tensor, *, async_op: bool = False) -> Any:
+        """Every rank's row of `parts`, contiguous (world_size, n), from that rank; this rank's is there. Returns work
+        to wait for, or None where it is done."""
         if self.world_size == 1:
-            return sent[None], None
-        received = sent.new_empty(self.world_size * sent.numel())
-        work = _all_gather(received, sent, group=self._tokens, async_op=async_op)
-        return received.view(self.world_size, sent.numel()), work
+            return None
+        return _all_gather(parts.view(-1), parts[self.rank], group=self._tokens, async_op=async_op)
 
     def agree(
         self, what: str, described: dict[str, str], error: Exception | None = None, *, heads: bool = False

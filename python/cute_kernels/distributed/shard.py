@@ -18,10 +18,10 @@ from cute_kernels._runtime.extension import _C
 class Shard(CacheStorage):
     """Tile i of every sequence belongs to rank i % ranks, as its own tile i // ranks.
 
-    `lengths` counts the tokens of all ranks' tiles. Two tables lead to the same pages, and neither ever changes:
-    that of `pool` has an entry for every tile, where those of other ranks meet in one page a sequence that nothing
-    reads; that of `_own` has this rank's tiles alone, and attention reads it. So every rank runs the same kernels on
-    the same tokens, with lengths on the device, and a step can be captured in a CUDA graph.
+    `lengths` counts the tokens of all ranks' tiles, `share` those of this rank's. Two tables lead to the same pages,
+    and neither ever changes: that of `pool` has an entry for every tile, where those of other ranks meet in one page a
+    sequence that nothing reads; that of `_own` has this rank's tiles alone, and attention reads it. So every rank runs
+    the same kernels on the same tokens, with lengths on the device, and a step can be captured in a CUDA graph.
 
     made_for: of the whole cache, with pages of one tile.
     """
@@ -38,27 +38,20 @@ class Shard(CacheStorage):
         mine = tile % ranks == rank
         self.pool.page_table.copy_(torch.where(mine, row * share + tile // ranks, sequences * share + row))
         self._own = replace(self.pool, page_table=own)
+        self.share = page_pool.Share(torch.zeros_like(self.lengths), rank, ranks)
+        self._share = self.share
 
     @property
     def nbytes(self) -> int:
-        return super().nbytes + self._own.page_table.nbytes
+        return super().nbytes + self._own.page_table.nbytes + self.share.lengths.nbytes
 
     @property
     def has_window(self) -> bool:
         """Whether this rank attends to the dense window."""
         return self.rank == 0
 
-    def own_tiles(self, tiles: int) -> int:
-        """How many of the first `tiles` tiles are this rank's."""
-        return (tiles + self.ranks - 1 - self.rank) // self.ranks
-
-    def own_lengths(self) -> Tensor:
-        """Tokens of each sequence in this rank's tiles, (S,) int32."""
-        tiles = (self.lengths // TILE + (self.ranks - 1 - self.rank)) // self.ranks
-        return tiles * TILE
-
     def own_problem(self, q: Tensor, scale: float, causal: bool, *, expected: tuple[int, int]) -> _C.AttentionProblem:
-        """Attention of queries like q over this rank's tokens, for `own_lengths`; expected: see pack_problem."""
+        """Attention of queries like q over this rank's tokens, `share.lengths`; expected: see pack_problem."""
         wanted = q.shape, q.stride(), scale, causal, expected
         known, problem = self._problem
         if problem is None or known != wanted:
@@ -78,16 +71,21 @@ class Shard(CacheStorage):
         old, new = self._parts(k, v, run)
         # Channel orders are chosen with a sequence's first tile. A rank that gets none of the first tiles takes its
         # order from another's, which goes where nothing reads it.
-        pool, wanted, before = (self._own, mine, self.own_tiles(first)) if mine else (self.pool, range(1), 0)
+        pool, wanted, before = (self._own, mine, self.share.tiles(first)) if mine else (self.pool, range(1), 0)
         if not mine and first:
             return
         keys, values = (rule.prune(_tiles(held, x, wanted)) for rule, held, x in zip(self._rules, old, new))
         first_tiles = torch.full_like(rows, before)
         page_pool.store(pool, keys, values, rows, first_tiles, new_order=first == 0)
 
+    def settle(self, k: Tensor, v: Tensor, run: Run, tiles: int) -> None:
+        super().settle(k, v, run, tiles)
+        if tiles:
+            self.share.count(self.lengths)
+
     def load_own(self, row: int, tiles: int) -> tuple[Tensor, Tensor]:
         """This rank's of the first `tiles` tiles of a sequence, decompressed: (k, v), each (Hkv, tokens, D)."""
-        return page_pool.load(self._own, row, 0, self.own_tiles(tiles))
+        return page_pool.load(self._own, row, 0, self.share.tiles(tiles))
 
     def window(self, row: int, tokens: int) -> tuple[Tensor, Tensor]:
         """The dense tokens of a sequence, (k, v), each (Hkv, tokens, D)."""
@@ -95,7 +93,7 @@ class Shard(CacheStorage):
 
     def clear(self) -> None:
         """No row has tokens any more."""
-        for tensor in (self.pool.error, self.lengths, self.windows.lengths):
+        for tensor in (self.pool.error, self.lengths, self.windows.lengths, self.share.lengths):
             tensor.zero_()
 
 
