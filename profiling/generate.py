@@ -68,6 +68,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="shape of a model with random weights (default: llama3-8b; without a GPU or with --quick tiny)",
     )
     add("--prompt", type=positive_integer, metavar="N", help=f"tokens of each prompt (default: {PROMPT})")
+    add(
+        "--prompt-chunk",
+        type=positive_integer,
+        metavar="N",
+        help="tokens of a prompt that a pass takes, for sides with a loop of our own (default: all)",
+    )
     add("--new", type=_at_least_3, metavar="N", help=f"new tokens of each sequence (default: {NEW_TOKENS})")
     add("--batch", type=_batches, metavar="LIST", help=f"sequences, or max (default: {BATCHES}; without a GPU 1,2)")
     add(
@@ -154,8 +160,10 @@ def _complete(args: argparse.Namespace, parser: argparse.ArgumentParser) -> argp
     args.batch = args.batch or _batches(QUICK["batch"] if small else BATCHES)
     if "max" in args.batch and on_cpu:
         parser.error("--batch max needs a GPU: a CPU's memory is the system's")
-    if args.mesh and any(side.endswith("-graph") for side in args.side or ()):
-        parser.error("--mesh goes without sides of graphs: steps over a mesh are not captured")
+    if args.prompt_chunk and not all(_loops(side) for side in args.side or ("",)):
+        parser.error("--prompt-chunk goes with --side sparse-loop-graph, static-graph and flashinfer-graph")
+    if args.mesh and (alone := set(args.side or ()) & {"sparse-graph", "flashinfer-graph"}):
+        parser.error(f"--mesh goes without --side {' '.join(sorted(alone))}, which are of one device")
     if on_cpu and any(side.endswith("-graph") for side in args.side or ()):
         parser.error(f"--side {' '.join(args.side)}: CUDA graphs need a GPU")
     if args.model is not None and not (args.model / "config.json").is_file():
@@ -243,7 +251,9 @@ def _sides(args: argparse.Namespace, made: Any) -> list[Side]:
     sides = []
     for name in args.side:
         for sdpa in args.sdpa if name in ("dense", "static-graph") else args.sdpa[:1]:
-            sides.append(Side(name, args.sparsity, args.key_keep, args.value_keep, args.window, sdpa, made))
+            sides.append(
+                Side(name, args.sparsity, args.key_keep, args.value_keep, args.window, sdpa, made, args.prompt_chunk)
+            )
     return sides
 
 
@@ -348,6 +358,7 @@ def _command(args: argparse.Namespace, side: Side, batch: str) -> str:
         *model,
         "--prompt",
         args.prompt,
+        *(["--prompt-chunk", args.prompt_chunk] if args.prompt_chunk else []),
         "--new",
         args.new,
         "--batch",
@@ -367,6 +378,11 @@ def _command(args: argparse.Namespace, side: Side, batch: str) -> str:
     words += ["--dtype", args.dtype, "--device", args.device.type, "--seed", args.seed, "--repeats", args.repeats]
     allocator = os.environ[ALLOCATOR]
     return ("" if allocator == EXPANDABLE else f"{ALLOCATOR}={shlex.quote(allocator)} ") + shlex.join(map(str, words))
+
+
+def _loops(side: str) -> bool:
+    """Whether it generates in a loop of our own."""
+    return side.endswith("-graph") and side != "sparse-graph"
 
 
 def _at_least_3(text: str) -> int:

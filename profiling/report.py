@@ -17,8 +17,11 @@ from profiling.ceilings import DECODE_FILE, ceilings
 from profiling.generation import readme as generation_readme
 from profiling.generation import rows as generation
 from profiling.rows import Row
+from profiling.scaling import rows as scaling
 
 GENERATED = f"{generation.NAME}*.json"
+SCALING = f"{scaling.NAME}*.json"
+SCALING_GENERATED = f"{scaling.NAME}-{GENERATED}"  # over several GPUs, so not beside those of one in the documentation
 ACCURACY = Path("accuracy", "accuracy.json")  # of profiling.recipes.associative_recall
 DOCS = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 
@@ -89,7 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def sweep_files(folder: Path) -> list[Path]:
-    return sorted(set(folder.glob("*.json")) - set(folder.glob(GENERATED)) - {folder / DECODE_FILE})
+    others = {folder / DECODE_FILE, *folder.glob(GENERATED), *folder.glob(SCALING)}
+    return sorted(set(folder.glob("*.json")) - others)
 
 
 def folder_rows(folder: Path) -> list[Row]:
@@ -112,7 +116,12 @@ def write_tables(folder: Path, target: Path) -> int:
         found = rows.read(path)
         rows.write_csv(found, target / f"{path.stem}.csv")
         count += _write_table(tables.markdown(found), target / f"{path.stem}.md")
-    for path in sorted(folder.glob(GENERATED)):
+    spread = sorted(folder.glob(SCALING_GENERATED))
+    for path in sorted(set(folder.glob(SCALING)) - set(spread)):
+        over = scaling.read(path)
+        scaling.write_csv(over, target / f"{path.stem}.csv")
+        count += _write_table(scaling.markdown(over), target / f"{path.stem}.md")
+    for path in [*sorted(folder.glob(GENERATED)), *spread]:
         made = generation.read(path)
         generation.write_csv(made, target / f"{path.stem}.csv")
         count += _write_table(generation.markdown(made), target / f"{path.stem}.md")

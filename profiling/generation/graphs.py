@@ -25,12 +25,13 @@ def generate(
     new_tokens: int,
     clock: Any,
     capture: Callable[[Step], Step] = capture,
+    chunk: int | None = None,
 ) -> None:
     """Generates with a StaticCache, a FlashInferCache or a SparseKVCache of sufficient capacity.
 
     The prompts run eagerly, and so does the first step; then one step is captured, which counts as time, and replayed.
     No padding. A cache's `prepare`, if it has one, runs on the host before each step. capture: what makes a replay of a
-    step; tests have none.
+    step; tests have none. chunk: tokens of a prompt that a pass takes; None: all.
     """
 
     def forward(tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -41,7 +42,9 @@ def generate(
     clock.put(ids)
     batch, prompt = ids.shape
     positions = torch.arange(prompt, device=ids.device).expand(batch, prompt)
-    tokens = forward(ids, positions)
+    for first in range(0, prompt, chunk or prompt):
+        part = slice(first, first + (chunk or prompt))
+        tokens = forward(ids[:, part], positions[:, part])
     clock.put(tokens.cpu())
     position = torch.full((batch, 1), prompt, device=ids.device)
 

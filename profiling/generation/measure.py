@@ -33,6 +33,7 @@ class Side:
     window: int = 32
     sdpa: str = "default"  # of SDPA: torch's own choice of a backend, or that without cuDNN
     mesh: Any = None  # DeviceMesh over which sparse caches are spread
+    chunk: int | None = None  # tokens of a prompt that a pass takes, of sides with a loop of our own; None: all
 
     @property
     def sparse(self) -> bool:
@@ -50,9 +51,9 @@ class Side:
                 from profiling.generation import flashinfer
 
                 with flashinfer.attention(model, cache):
-                    graphs.generate(model, cache, ids, new_tokens, clock)
+                    graphs.generate(model, cache, ids, new_tokens, clock, chunk=self.chunk)
             elif self.graph and self.name != "sparse-graph":
-                graphs.generate(model, cache, ids, new_tokens, clock)
+                graphs.generate(model, cache, ids, new_tokens, clock, chunk=self.chunk)
             else:
                 model.generate(
                     ids,

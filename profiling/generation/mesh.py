@@ -49,6 +49,7 @@ def start(mesh: dict[str, int], device: torch.device) -> tuple[Any, torch.device
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # sides of graphs capture collectives
     torch.distributed.init_process_group("gloo" if device.type == "cpu" else "nccl")
     made = torch.distributed.device_mesh.init_device_mesh(device.type, tuple(mesh.values()), mesh_dim_names=tuple(mesh))
     return made, device

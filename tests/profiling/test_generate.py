@@ -248,7 +248,10 @@ def test_interrupted_runs_keep_their_rows(tmp_path, monkeypatch, capsys):
         (["--commit-results", "--quick"], "without --out and --quick"),
         (["--mesh", "tp"], "must be as tp=2, cp=4 or tp=2,cp=2, got 'tp'"),
         (["--mesh", "cp=2,cp=2"], "must be as tp=2, cp=4 or tp=2,cp=2, got 'cp=2,cp=2'"),
-        (["--mesh", "tp=2", "--side", "static-graph"], "steps over a mesh are not captured"),
+        (
+            ["--mesh", "tp=2", "--side", "sparse-graph"],
+            "--mesh goes without --side sparse-graph, which are of one device",
+        ),
         (["--mesh", "cp=2", "--side", "dense"], "--mesh with cp spreads sparse caches only"),
         (["--sdpa", "default,flash"], "must be of default, no-cudnn, got 'flash'"),
     ],
@@ -313,7 +316,7 @@ def test_graphs_write_what_generate_writes(device, monkeypatch):
     if device == "cpu":
         warnings.filterwarnings("ignore", "SparseKVCache runs decoding steps without CUDA graphs: the model is on cpu")
     if device == "cpu":
-        monkeypatch.setattr(graphs.generate, "__defaults__", (lambda step: step,))
+        monkeypatch.setattr(graphs.generate, "__defaults__", (lambda step: step, None))
     model = models.load(None, "tiny", torch.bfloat16, torch.device(device), 0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -385,7 +388,7 @@ def test_flashinfer_says_what_it_lacks(monkeypatch):
         FlashInferCache(model.config, 32)
     model.config.sliding_window = None
     side, ids = measure.Side("flashinfer-graph"), torch.ones(1, 16, dtype=torch.long)
-    monkeypatch.setattr(graphs.generate, "__defaults__", (lambda step: step,))
+    monkeypatch.setattr(graphs.generate, "__defaults__", (lambda step: step, None))
     monkeypatch.setattr(measure.Side, "_cache", lambda self, model, capacity: FlashInferCache(model.config, 17))
     with torch.inference_mode(), pytest.raises(ValueError, match="no room beyond 32 tokens"):
         side.generate(model, ids, 20, Tokens())

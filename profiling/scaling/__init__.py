@@ -1,0 +1,1 @@
+"""Decoding on several GPUs, as a model and as measured: python -m profiling.scaling [--help]."""
