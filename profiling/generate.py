@@ -24,7 +24,7 @@ import torch
 from profiling import command_line, folders
 from profiling.command_line import positive_integer
 from profiling.environment import environment
-from profiling.generation import measure, mesh, models, rows
+from profiling.generation import heads, measure, mesh, models, rows
 from profiling.generation.measure import Side
 from profiling.generation.rows import Row
 from profiling.progress import Progress
@@ -215,7 +215,7 @@ def _generate(args: argparse.Namespace, made: Any) -> int:
         _check_kept(args, models.head_dim(models.config_of(args.model, args.random_config)))
         model = models.load(args.model, args.random_config, getattr(torch, args.dtype), args.device, args.seed)
         if made is not None and mesh.HEADS in args.mesh:
-            mesh.spread_heads(model, made[mesh.HEADS] if made.ndim > 1 else made)
+            heads.spread(model, made[mesh.HEADS] if made.ndim > 1 else made)
         for side in sides:
             side.check(model, args.prompt + args.new)
     except (OSError, TypeError, ValueError, RuntimeError) as error:

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 
 HEADS, TOKENS = "tp", "cp"
-# torch's names of what models' plans name.
-_STYLES = {"colwise": "ColwiseParallel", "rowwise": "RowwiseParallel"}
 
 
 def sizes(text: str) -> dict[str, int]:
@@ -53,27 +51,3 @@ def start(mesh: dict[str, int], device: torch.device) -> tuple[Any, torch.device
     torch.distributed.init_process_group("gloo" if device.type == "cpu" else "nccl")
     made = torch.distributed.device_mesh.init_device_mesh(device.type, tuple(mesh.values()), mesh_dim_names=tuple(mesh))
     return made, device
-
-
-def spread_heads(model: Any, mesh: Any) -> None:
-    """Divides the model over a DeviceMesh of one dimension, in place, by the plan that its class publishes: linear
-    layers only, so that random weights need no checkpoint.
-
-    Raises ValueError for a model without a plan of such layers, and for heads that the mesh does not divide.
-    """
-    from torch.distributed.tensor import parallel
-
-    plan = getattr(model.config, "base_model_tp_plan", None) or {}
-    styles = {}
-    for name, style in plan.items():
-        if style in _STYLES:
-            styles[f"{model.base_model_prefix}.{name}"] = getattr(parallel, _STYLES[style])()
-        elif not style.startswith("replicated"):  # as norms of one head are
-            raise ValueError(f"--mesh: {type(model).__name__} divides {name} by {style!r}, which is not served")
-    if not styles:
-        raise ValueError(f"--mesh: {type(model).__name__} has no plan for tensor parallel heads")
-    config = model.config.get_text_config(decoder=True)
-    for name in ("num_attention_heads", "num_key_value_heads"):
-        if getattr(config, name) % mesh.size():
-            raise ValueError(f"--mesh: tp={mesh.size()} does not divide the model's {name} {getattr(config, name)}")
-    parallel.parallelize_module(model, mesh, styles)

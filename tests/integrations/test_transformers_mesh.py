@@ -13,7 +13,7 @@ if not dist.is_available():
     pytest.skip("torch without distributed", allow_module_level=True)
 
 from cute_kernels.integrations.transformers import SparseKVCache
-from profiling.generation.mesh import spread_heads
+from profiling.generation.heads import spread
 from tests.support import ranks
 from tests.support.tiny_models import make, prompts
 
@@ -36,6 +36,14 @@ def logits(model: Any, cache: SparseKVCache, inputs: dict[str, torch.Tensor], pr
     return torch.stack(found)
 
 
+def divided_by_torch(model: Any, mesh: Any) -> None:
+    from torch.distributed.tensor import parallel
+
+    of_style = {"colwise": parallel.ColwiseParallel, "rowwise": parallel.RowwiseParallel}
+    plan = {f"model.{name}": of_style[style]() for name, style in model.config.base_model_tp_plan.items()}
+    parallel.parallelize_module(model, mesh, plan)
+
+
 def drive(rank: int, given: tuple[tuple[int, ...], tuple[str, ...], int]) -> dict[str, Any]:
     sizes, names, seed = given
     torch.manual_seed(seed)
@@ -50,7 +58,7 @@ def drive(rank: int, given: tuple[tuple[int, ...], tuple[str, ...], int]) -> dic
 
     mesh = dist.device_mesh.init_device_mesh("cpu", sizes, mesh_dim_names=names)
     if "tp" in names:
-        spread_heads(model, mesh["tp"] if len(names) > 1 else mesh)
+        (divided_by_torch if len(names) == 1 else spread)(model, mesh["tp"] if len(names) > 1 else mesh)
     cache = SparseKVCache(model, mesh=mesh, **OPTIONS)
     found = logits(model, cache, whole, LENGTHS[0])
     cache.reset()
@@ -93,7 +101,7 @@ def refuse(rank: int, _: Any) -> None:
         with pytest.raises(ValueError, match=r"must be a multiple of the 2 ranks of the mesh's dimension 'tp', got 3"):
             SparseKVCache(odd, mesh=wrong, **OPTIONS)
     with pytest.raises(ValueError, match=r"tp=2 does not divide the model's num_attention_heads 3"):
-        spread_heads(odd, heads)
+        spread(odd, heads)
     cache = SparseKVCache(model, mesh=mesh, **OPTIONS)
     inputs = prompts((80,))
     with pytest.raises(NotImplementedError, match="over a mesh with 'cp' has no reorder_cache"):
