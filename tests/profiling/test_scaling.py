@@ -11,6 +11,7 @@ import torch
 from cute_kernels._cache.config import _tile_bytes
 from cute_kernels._cache.slot_rows import SlotRows
 from profiling import folders, report, rows
+from profiling.generation import rows as generated
 from profiling.scaling import __main__ as command
 from profiling.scaling import generation, model
 from profiling.scaling import rows as scaling
@@ -33,6 +34,29 @@ def test_one_gpu_takes_as_long_as_was_measured():
     for row in measured:
         expected = model.attention_us(-(-row.T // model.TILE) * row.B * row.Hkv)
         assert expected == pytest.approx(row.median_us, rel=0.2), row
+
+
+def committed(pattern: str) -> list:
+    return [path for folder in folders.devices() for path in sorted(folder.glob(pattern))]
+
+
+def test_the_model_agrees_with_committed_rows_of_several_gpus():
+    found = [
+        row for path in committed(report.SCALING) if "generate" not in path.name for row in scaling.read(path)
+    ]  # fmt: skip
+    assert {row.gpus for row in found} >= {1, 2}
+    for row in found:
+        assert row.accurate
+        assert row.attend_us == pytest.approx(row.model_us, rel=0.15), row
+
+
+def test_the_model_agrees_with_committed_rows_of_generation():
+    found = [row for path in committed(report.SCALING_GENERATED) for row in generated.read(path)]
+    assert {row.mesh for row in found} >= {"", "tp=2", "cp=2"}
+    for row in found:
+        tokens = row.prompt + row.new_tokens // 2
+        expected = model.generation_ms(tokens, row.batch, gpu=model.KINDS[row.device], **generation.sizes(row))
+        assert row.step_ms == pytest.approx(expected, rel=0.15), row
 
 
 def test_bytes_are_those_of_the_caches_pages():
