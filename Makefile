@@ -33,7 +33,7 @@ REQUIREMENTS = third_party/requirements.txt third_party/headers.txt third_party/
 # python/ comes first: what is measured and tested is this checkout's package, whatever else is installed.
 export PYTHONPATH := $(CURDIR)/python:$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: help build wheel wheels test fuzz fuzz-sanitize sweep lint format stubs clean
+.PHONY: help build wheel wheels test test-wheel fuzz fuzz-sanitize sweep lint format stubs clean
 .DEFAULT_GOAL := help
 
 help:
@@ -44,6 +44,7 @@ help:
 	@echo "make build   build the extension in place"
 	@echo "make wheel   build a wheel for VENV's Python in dist/, tagged manylinux, and check it"
 	@echo "make wheels  wheels for CPython 3.10 to 3.14; PYTHONS: others, or 'present' for those that are here"
+	@echo "make test-wheel  make wheel, then tests with it installed beside the oldest and the newest torch"
 	@echo "make lint    check formatting, style and types, as CI does; needs no build"
 	@echo "make format  rewrite the sources as make lint wants them"
 	@echo "make stubs   build in place and rewrite the extension's stub file"
@@ -67,6 +68,10 @@ wheels: $(WHEEL_ENVIRONMENT)
 
 test: build
 	$(PY) -m pytest tests $(TEST_ARGS)
+
+# The one that was written last is this Python's.
+test-wheel: wheel
+	env -u PYTHONPATH $(PY) -m third_party.test_wheel "$$(ls -t dist/*.whl | head -n 1)"
 
 fuzz: build
 	$(PY) -m tests.fuzz --minutes $(MINUTES) $(FUZZ_ARGS)

@@ -2,7 +2,8 @@
 
 No sources live here. `cutlass` pins CUTLASS and finds its headers, `cuda` finds nvcc and the CUDA headers and reads
 TORCH_CUDA_ARCH_LIST, `architectures` reads the library's table of them, `tools` finds pybind11 and ninja,
-`wheels` checks a built wheel, `build_wheels` makes one for every Python. Only the standard library is imported.
+`wheels` checks a built wheel, `build_wheels` makes one for every Python, `test_wheel` tests one that is installed. Only
+the standard library is imported.
 """
 
 from __future__ import annotations

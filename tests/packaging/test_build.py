@@ -370,6 +370,7 @@ def test_make_help():
         "build",
         "wheel",
         "wheels",
+        "test-wheel",
         "lint",
         "format",
         "stubs",
@@ -408,7 +409,22 @@ def test_make_lint_checks_and_make_format_rewrites():
 
 def test_continuous_integration_lints_and_tests():
     commands = (ROOT / ".ci" / "run").read_text().splitlines()
-    assert commands[-2:] == ["make lint", "make test"]
+    assert commands[-3:] == ["make lint", "make test", "make test-wheel"]
+
+
+@pytest.mark.parametrize("toolkit", [True, False])
+def test_continuous_integration_compiles_cuda_code_everywhere(tmp_path, toolkit):
+    """Stand-ins: make prints what it is asked, python3 says whether there is a toolkit."""
+    for name, text in {"make": 'echo "$@ NVCC=${NVCC:-}"', "python3": f"exit {int(not toolkit)}"}.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "dirname").symlink_to(shutil.which("dirname"))
+    bash = shutil.which("bash")
+    result = subprocess.run(
+        [bash, ROOT / ".ci" / "run"], env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=True
+    )
+    given = "" if toolkit else "1"
+    assert result.stdout.splitlines() == [f"{target} NVCC={given}" for target in ("lint", "test", "test-wheel")]
 
 
 def test_make_installs_into_a_new_environment(tmp_path):
