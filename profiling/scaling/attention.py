@@ -81,7 +81,11 @@ def _rank(
     else:
         torch.set_num_threads(1)
     dist.init_process_group(
-        "nccl" if kind == "cuda" else "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks
+        "nccl" if kind == "cuda" else "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=ranks,
+        device_id=device if kind == "cuda" else None,
     )
     try:
         for problem in problems:
