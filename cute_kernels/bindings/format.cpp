@@ -105,6 +105,7 @@ SparseView make_view(uintptr_t blocks, uintptr_t row_offsets, uintptr_t token_or
   view.codec = to_codec(codec);
   view.batch = batch;
   view.kv_heads = kv_heads;
+  view.order_heads = kv_heads;
   view.tokens = tokens;
   view.head_dim = head_dim;
   view.padded_head_dim = padded;
@@ -115,10 +116,11 @@ SparseView make_view(uintptr_t blocks, uintptr_t row_offsets, uintptr_t token_or
 SparseView make_paged_view(uintptr_t blocks, uintptr_t tile_rows, uintptr_t token_order, uintptr_t channel_order,
                            int role, int dtype, int codec, int sequences, int kv_heads, int head_dim, int max_tile_rows,
                            uintptr_t page_table, int pages_per_sequence, int tiles_per_page, int slot_rows,
-                           uintptr_t rows_before) {
+                           uintptr_t rows_before, bool shares_orders) {
   int64_t const tokens = int64_t{pages_per_sequence} * tiles_per_page * format::kTileTokens;
   SparseView view = make_view(blocks, tile_rows, token_order, channel_order, role, dtype, codec, sequences, kv_heads,
                               tokens, head_dim, max_tile_rows);
+  if (shares_orders) view.order_heads = 0;
   view.pages.table = to_pointer<int32_t const>(page_table);
   view.pages.pages_per_sequence = pages_per_sequence;
   view.pages.tiles_per_page = tiles_per_page;
@@ -191,7 +193,7 @@ void bind_format(py::module_& m) {
            "codec"_a, "batch"_a, "kv_heads"_a, "tokens"_a, "head_dim"_a, "max_tile_rows"_a)
       .def_static("paged", &make_paged_view, "blocks"_a, "tile_rows"_a, "token_order"_a, "channel_order"_a, "role"_a,
                   "dtype"_a, "codec"_a, "sequences"_a, "kv_heads"_a, "head_dim"_a, "max_tile_rows"_a, "page_table"_a,
-                  "pages_per_sequence"_a, "tiles_per_page"_a, "slot_rows"_a, "rows_before"_a,
+                  "pages_per_sequence"_a, "tiles_per_page"_a, "slot_rows"_a, "rows_before"_a, "shares_orders"_a = false,
                   "The storage of a pool of pages, see format/storage.hpp");
 }
 

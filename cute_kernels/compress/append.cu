@@ -117,9 +117,9 @@ struct AppendPart {
     for (int w = 0; w < kWords; ++w) masks[(half * kWords + w) * 32 + lane] = transpose_lanes(kept[w], lane);
   }
 
-  // The sequence's channel order; dealt now if this is its first tile.
-  __device__ void order_channels(uint8_t* of_head, bool first) {
-    if (!first) {
+  // The sequence's channel order; dealt now if this is its first tile, unless all sequences have the same.
+  __device__ void order_channels(uint8_t* of_head, bool deals) {
+    if (!deals) {
       for (int c = thread; c < HeadDim; c += Shape::kPartThreads) s.channel[c] = of_head[c];
       return;
     }
@@ -162,12 +162,12 @@ struct AppendPart {
 
 // The window's oldest tokens become a tile.
 template <int HeadDim>
-__device__ void store_oldest(AppendArguments const& a, uint8_t* memory, AppendShared& shared, int64_t head,
+__device__ void store_oldest(AppendArguments const& a, uint8_t* memory, AppendShared& shared, int sequence, int kv_head,
                              uint16_t const* keys, uint16_t const* values, AppendState const& state) {
   using Shape = AppendShape<HeadDim>;
   AppendPart<Role::kKey, HeadDim> key{a, *reinterpret_cast<PackStorage<HeadDim>*>(memory)};
   AppendPart<Role::kValue, HeadDim> value{a, *reinterpret_cast<PackStorage<HeadDim>*>(memory + a.part_bytes)};
-  bool is_key = threadIdx.x < Shape::kPartThreads, first = state.compressed == 0;
+  bool is_key = threadIdx.x < Shape::kPartThreads, deals = state.compressed == 0 && a.views[0].order_heads > 0;
   auto in_part = [&](auto&& f) {
     if (is_key)
       f(key, keys);
@@ -176,7 +176,7 @@ __device__ void store_oldest(AppendArguments const& a, uint8_t* memory, AppendSh
   };
   in_part([&](auto& part, uint16_t const* tile) {
     part.select_tile(tile);
-    part.order_channels(const_cast<uint8_t*>(a.views[part.kCache].channel_order) + head * HeadDim, first);
+    part.order_channels(const_cast<uint8_t*>(a.views[part.kCache].channel_order_of(sequence, kv_head)), deals);
   });
   __syncthreads();
   if (threadIdx.x < 32) {
@@ -249,7 +249,7 @@ __global__ void __launch_bounds__(AppendShape<HeadDim>::kThreads) append_kernel(
   }
   if (!fits || !state.stores) return;
   __syncthreads();  // the window is complete
-  store_oldest<HeadDim>(a, memory, shared, head, keys, values, state);
+  store_oldest<HeadDim>(a, memory, shared, sequence, kv_head, keys, values, state);
 
   // The remaining tokens move to the front, 64 at a time: what is overwritten has been read before.
   int rest = (state.total - kTileTokens) * vectors, at_a_time = kTileTokens * vectors;

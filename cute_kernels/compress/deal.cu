@@ -13,11 +13,11 @@ using namespace format;
 __global__ void deal_kernel(int32_t const* counts, uint8_t* channel_order, Destination to, NewOrder order) {
   __shared__ int32_t count[kMaxHeadDim];
   int channels = blockDim.x, channel = threadIdx.x;
-  int64_t head = to.deals(order, blockIdx.x) ? to.head(blockIdx.x) : -1;
-  if (head < 0) return;
+  int64_t index = to.deals(order, blockIdx.x) ? to.order_index(blockIdx.x) : -1;
+  if (index < 0) return;
   count[channel] = counts[int64_t{blockIdx.x} * channels + channel];
   __syncthreads();
-  channel_order[head * channels + dealt_position(count, channels, channel)] = static_cast<uint8_t>(channel);
+  channel_order[index * channels + dealt_position(count, channels, channel)] = static_cast<uint8_t>(channel);
 }
 
 constexpr int kThreads = 1024;

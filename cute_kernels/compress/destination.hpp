@@ -12,23 +12,27 @@ inline constexpr int64_t kLeftOut = -2;  // in place of a slot: the row is left 
 // A pool's; by default that of a contiguous storage, whose heads are those of the dense rows.
 struct Destination {
   format::Pages pages = {};
-  int sequences = 0, kv_heads = 0;
+  int sequences = 0, kv_heads = 0, order_heads = 0;
   PoolRows rows = {};
   int64_t skipped_tiles = 0;  // tiles of every row that were stored before these
 
   Destination() = default;
   Destination(Pool const& pool, PoolRows const& rows)
-      : pages(pool.keys.pages), sequences(pool.keys.batch), kv_heads(pool.keys.kv_heads), rows(rows) {}
+      : pages(pool.keys.pages),
+        sequences(pool.keys.batch),
+        kv_heads(pool.keys.kv_heads),
+        order_heads(pool.keys.order_heads),
+        rows(rows) {}
 
   __device__ bool deals(NewOrder order, unsigned head) const {
     return !pages.table || compress::deals(order, rows.first_tiles[head / kv_heads]);
   }
 
-  // Of all heads of the storage; negative for rows that are left out.
-  __device__ int64_t head(unsigned head) const {
+  // As SparseView::order_index; negative for rows that are left out.
+  __device__ int64_t order_index(unsigned head) const {
     if (!pages.table) return head;
     int sequence = rows.sequences[head / kv_heads];
-    return sequence < sequences ? int64_t{sequence} * kv_heads + head % kv_heads : -1;
+    return 0 <= sequence && sequence < sequences ? int64_t{sequence} * order_heads + head % kv_heads : -1;
   }
 
   // The slot of a pool's tile, or kNoSlot or kLeftOut.

@@ -58,7 +58,8 @@ struct PoolRows {
   int32_t const* first_tiles;
 };
 
-// Which rows deal their sequence's channels anew, from the counts of their own tokens.
+// Which rows deal their sequence's channels anew, from the counts of their own tokens; kNever where all sequences have
+// the same orders.
 enum class NewOrder : int { kNever = 0, kAlways = 1, kAtFirstTile = 2 };
 
 CUTE_HOST_DEVICE constexpr bool deals(NewOrder order, int first_tile) {

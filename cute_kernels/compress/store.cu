@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(32 * kWarps)
     if (slot == kNoSlot && lane == 0) *error = 1;
     return;
   }
-  int64_t masks = int64_t{tile} * kTileTokens * Words, channels = to.head(head) * 32 * Words;
+  int64_t masks = int64_t{tile} * kTileTokens * Words, channels = to.order_index(head) * 32 * Words;
   TileMasks caches[] = {{keys.masks + masks, keys.channel_order + channels},
                         {values.masks + masks, values.channel_order + channels}};
   Fit fit{fits[threadIdx.x / 32], limits};
@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(32 * warps_of(HeadDim))
   source.head_dim = x.head_dim;
   source.vectors = vectors;
   source.masks = tiles.masks + int64_t{tile} * kTileTokens * (HeadDim / 32);
-  source.channel_order = view.channel_order + to.head(head) * HeadDim;
+  source.channel_order = view.channel_order + to.order_index(head) * HeadDim;
   source.token_order = view.token_order + slot * kTileTokens;
   auto* block = const_cast<uint32_t*>(view.blocks) + view.first_row(slot) * kLanes;
   pack_tile<kRole, HeadDim>(s, source, block, value_rows, staged_rows, trim, WholeCta{});

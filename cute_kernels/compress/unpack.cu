@@ -128,9 +128,9 @@ __global__ void __launch_bounds__(kThreads) load_kernel(SparseView view, TileRun
     if (threadIdx.x == 0) *error = 1;
     return;
   }
-  unpack_tile<kRole>(
-      s, view.blocks + view.first_row(slot) * kLanes, view.rows(slot), view.token_order + slot * kTileTokens,
-      view.channel_order + (int64_t{run.sequence} * view.kv_heads + head) * HeadDim, kTileTokens, view.head_dim, to);
+  unpack_tile<kRole>(s, view.blocks + view.first_row(slot) * kLanes, view.rows(slot),
+                     view.token_order + slot * kTileTokens, view.channel_order_of(run.sequence, head), kTileTokens,
+                     view.head_dim, to);
 }
 
 }  // namespace

@@ -77,7 +77,7 @@ class AttentionRows {
 
   int kv_head() const { return static_cast<int>(block_.head % problem_.keys.kv_heads); }
   uint8_t const* channel_order(SparseView const& view) const {
-    return view.channel_order + (int64_t{sequence_.index} * view.kv_heads + kv_head()) * view.padded_head_dim;
+    return view.channel_order_of(sequence_.index, kv_head());
   }
 
   void load_queries() {

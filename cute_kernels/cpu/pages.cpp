@@ -24,9 +24,8 @@ void check_codecs(Pool const& pool) {
     format::check_bit_exact(*view, "a pool of pages on backend 'cpu'");
 }
 
-uint8_t* channels_of(SparseView const& view, int sequence, int64_t kv_head) {
-  return const_cast<uint8_t*>(view.channel_order) +
-         (int64_t{sequence} * view.kv_heads + kv_head) * view.padded_head_dim;
+uint8_t* channels_of(SparseView const& view, int sequence, int kv_head) {
+  return const_cast<uint8_t*>(view.channel_order_of(sequence, kv_head));
 }
 
 // Channels, densest first, ties by lower channel, go to the classes back and forth.

@@ -130,6 +130,7 @@ void run_with(Kernels<Params> const& kernels, attention::Problem const& problem,
   params.output.out = problem.out;
   params.output.lse = problem.lse;
   params.output.channel_order = values.channel_order;
+  params.output.order_heads = values.order_heads;
   params.output.head_dim = values.head_dim;
   params.output.vectors = reduce::partial_vectors(schedule.rows);
   if (!schedule.in_cluster) {

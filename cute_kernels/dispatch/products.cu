@@ -87,6 +87,7 @@ void run(Product const& product, Workspace const& workspace, std::string const& 
     Plan plan = plan_product(product, Backend::av_kernels(), row_bytes, device, tuning, params);
     params.output.out = product.out;
     params.output.channel_order = view.channel_order;
+    params.output.order_heads = view.order_heads;
     params.output.head_dim = view.head_dim;
     params.output.vectors = reduce::partial_vectors(params.schedule.rows);
     if (!params.schedule.in_cluster) {

@@ -27,11 +27,12 @@ struct SparseView {
   uint32_t const* blocks;        // (rows, 32): the tiles' blocks, one after the other
   int32_t const* row_offsets;    // (batch * kv_heads * tiles + 1): first row of each tile's block
   uint8_t const* token_order;    // (batch * kv_heads, tiles, 64): token_position -> token within the tile
-  uint8_t const* channel_order;  // (batch * kv_heads, padded_head_dim): channel_position -> channel
+  uint8_t const* channel_order;  // (orders, padded_head_dim), see order_index: channel_position -> channel
   Role role;
   DType dtype;  // of x, of what decompression returns and of what multiplies
   int batch;
   int kv_heads;
+  int order_heads;  // orders from one sequence's to the next one's: kv_heads, or 0 where all have the same
   int64_t tokens;
   int head_dim;         // as the user sees it
   int padded_head_dim;  // as the tiles hold it: 64, 128 or 256
@@ -42,6 +43,14 @@ struct SparseView {
   CUTE_HOST_DEVICE int64_t tiles_per_head() const { return (tokens + kTileTokens - 1) / kTileTokens; }
   CUTE_HOST_DEVICE int64_t heads() const { return int64_t{batch} * kv_heads; }
   CUTE_HOST_DEVICE int64_t tiles() const { return heads() * tiles_per_head(); }
+
+  // What belongs to the channels of a sequence's head: the index of its channel order, and the order itself.
+  CUTE_HOST_DEVICE int64_t order_index(int sequence, int kv_head) const {
+    return int64_t{sequence} * order_heads + kv_head;
+  }
+  CUTE_HOST_DEVICE uint8_t const* channel_order_of(int sequence, int kv_head) const {
+    return channel_order + order_index(sequence, kv_head) * padded_head_dim;
+  }
 
   // Where a sequence's tile is: its index in the storage, and the first row and the rows of its block.
   CUTE_HOST_DEVICE int64_t tile_index(int sequence, int kv_head, int tile) const {

@@ -48,7 +48,8 @@ CUTE_HOST_DEVICE constexpr PartialVectors partial_vectors(int rows) { return {ro
 struct Output {
   void* out;                     // (batch, query heads, query tokens, head_dim), contiguous
   float* lse;                    // (batch, query heads, query tokens), or null
-  uint8_t const* channel_order;  // of the values, see format::SparseView
+  uint8_t const* channel_order;  // of the values; with order_heads, see format::SparseView
+  int order_heads;
   int head_dim;
   PartialVectors vectors;
   void* partials;         // as many as place_partials says; null with splits_per_work_tile
@@ -105,8 +106,8 @@ class OutputElement {
     Tensor tCcC =
         thr_mma.partition_C(make_identity_tensor(Shape<_16, _8>{}))(_, 0, 0);  // (MMA) -> (channel_position, row)
     auto [position, row_of_block] = tCcC(v);
-    int64_t head = int64_t{work_tile.sequence} * schedule.kv_heads + work_tile.kv_head;
-    channel_ = __ldg(output.channel_order + head * OutputShape::kHeadDim + 16 * m + position);
+    int64_t order = int64_t{work_tile.sequence} * output.order_heads + work_tile.kv_head;
+    channel_ = __ldg(output.channel_order + order * OutputShape::kHeadDim + 16 * m + position);
     int row = 8 * n + row_of_block;
     exists_ = row < work_tile.rows;
     row_ = (int64_t{work_tile.row} * schedule.kv_heads + work_tile.kv_head) * schedule.rows + work_tile.first_row + row;

@@ -81,6 +81,7 @@ class SparseView:
         tiles_per_page: int,
         slot_rows: int,
         rows_before: int,
+        shares_orders: bool = ...,
     ) -> SparseView: ...
 
 class Pool:

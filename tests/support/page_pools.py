@@ -77,7 +77,7 @@ def check_tiles(
         bitmap_rows = _C.format.bitmap_rows(channels.shape[-1])
         pruned = oracle.prune(x.cpu(), keep or None)
         for head in range(pool.kv_heads):
-            channel_order = channels[sequence, head].cpu().numpy()
+            channel_order = channels.expand(pool.sequences, -1, -1)[sequence, head].cpu().numpy()
             assert sorted(channel_order) == list(range(len(channel_order)))
             for tile in range(tiles):
                 page, in_page = divmod(first_tile + tile, pool.tiles_per_page)

@@ -95,8 +95,8 @@ CUTE_DEVICE void attend(Params const& params, typename Traits::Schedule const& s
         TiledMma{}, Shape<Int<16 * Traits::kOwnChannelBlocks>, Int<Traits::kN>>{});  // (MMA,own MMA_M,MMA_N)
     clear(tCrO);
 
-    ptx::prefetch(channel_order<Traits>(params.keys, work_tile));
-    ptx::prefetch(channel_order<Traits>(params.values, work_tile));
+    ptx::prefetch(channel_order(params.keys, work_tile));
+    ptx::prefetch(channel_order(params.values, work_tile));
     stage_queries(params, work_tile, worker, shared_p);
 
     // With D 256 the window needs the registers: the work tile is looked up again rather than held.
@@ -107,8 +107,8 @@ CUTE_DEVICE void attend(Params const& params, typename Traits::Schedule const& s
       attend_window_tile<Traits>(params, kHoldsWorkTile ? work_tile : work_tile_with(tile), tile, worker, shared_p,
                                  pipeline, softmax, tCrP, tCrO);
     if constexpr (!kHoldsWorkTile) work_tile = work_tile_with(end - 1);
-    if (has_window) order_channels(worker, shared_p, channel_order<Traits>(params.values, work_tile), tCrO);
-    load_queries(shared_p, channel_order<Traits>(params.keys, work_tile), tCrQ);
+    if (has_window) order_channels(worker, shared_p, channel_order(params.values, work_tile), tCrO);
+    load_queries(shared_p, channel_order(params.keys, work_tile), tCrQ);
     int first_compressed = work_tile.window_end(), seen_by_all = Mask(params, work_tile).seen_by_all();
     auto limits = Mask(params, work_tile).template limits<Traits>(false);
     CUTE_NO_UNROLL

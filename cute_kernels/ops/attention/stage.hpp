@@ -22,9 +22,8 @@ CUTE_DEVICE int64_t window_offset(schedule::WorkTile const& work_tile, int64_t c
   return work_tile.sequence * strides[0] + work_tile.kv_head * strides[1] + token * strides[2];
 }
 
-template <class Traits>
 CUTE_DEVICE uint8_t const* channel_order(format::SparseView const& view, schedule::WorkTile const& work_tile) {
-  return view.channel_order + (int64_t{work_tile.sequence} * view.kv_heads + work_tile.kv_head) * Traits::kHeadDim;
+  return view.channel_order_of(work_tile.sequence, work_tile.kv_head);
 }
 
 // What fills a stage: a compressed tile, a window tile if the window is staged, or nothing. The two stages of a KV tile

@@ -46,8 +46,8 @@ struct Params {
     schedule.tiles_per_work_tile(work_tile, in_work_tile, tile);
     return int64_t{schedule.row_blocks.div(work_tile)} * schedule.tiles_per_work_tile.divisor + in_work_tile;
   }
-  CUTE_HOST_DEVICE uint8_t const* channel_order(schedule::WorkTile const& work_tile, int padded_head_dim) const {
-    return sparse.channel_order + head(work_tile) * padded_head_dim;
+  CUTE_HOST_DEVICE uint8_t const* channel_order(schedule::WorkTile const& work_tile) const {
+    return sparse.channel_order_of(work_tile.row, work_tile.kv_head);
   }
 };
 

@@ -21,7 +21,7 @@ CUTE_DEVICE void load_queries(Params const& params, schedule::WorkTile const& wo
   Tensor tCcB = thr_mma.partition_B(cB);                                // ((2,2),MMA_N,MMA_K)
   CUTE_STATIC_ASSERT_V(shape(tCcB) == shape(tCrB));
   CUTE_STATIC_ASSERT_V((shape<0>(tCcB) == Shape<_2, _2>{}));  // two neighbouring columns, then 8 further on
-  uint8_t const* channel_order = params.channel_order(work_tile, Traits::kHeadDim);
+  uint8_t const* channel_order = params.channel_order(work_tile);
   CUTE_UNROLL
   for (int n = 0; n < size<1>(tCcB); ++n) {
     int row = min(get<0>(tCcB(0, n, 0)), work_tile.rows - 1);

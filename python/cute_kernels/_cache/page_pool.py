@@ -3,9 +3,11 @@
 A page holds `tiles_per_page` tiles of 64 consecutive tokens of one sequence, for all KV heads, keys and values. A tile
 lies in a slot: slot = (page * Hkv + head) * tiles_per_page + tile in page, its keys' block first and its values' right
 behind. `SlotRows` limits the rows of each and of both. A tile that exceeds them is trimmed: every stream that is too
-long loses its values of least magnitude, of equal ones the later; `Pool.dropped` counts them. A sequence's channel
-orders are chosen when its first tile is stored and stay, so that its tiles can be packed one by one. CPU and GPU write
-the same bits. Pools store values in the own codec of their dtype.
+long loses its values of least magnitude, of equal ones the later; `Pool.dropped` counts them. CPU and GPU write the
+same bits. Pools store values in the own codec of their dtype.
+
+Channel orders stay, so that tiles can be packed one by one. A sequence has orders of its own, chosen when its first
+tile is stored; or all sequences share them, so that a page serves any of them, and `choose_orders` chooses them once.
 
 S sequences, Hkv KV heads, D head dim, Dp that of tiles (64, 128 or 256). Nothing here waits for a GPU.
 """
@@ -24,6 +26,7 @@ from cute_kernels._cache.slot_rows import SlotRows
 from cute_kernels._runtime import checks
 from cute_kernels._runtime.extension import _C, CODEC_CODES, DTYPE_CODES, ROLE_CODES, own_codec
 from cute_kernels._runtime.launching import address, compression_kernels, launch
+from cute_kernels._storage import steps
 
 TILE_TOKENS: int = _C.format.TILE_TOKENS
 MAX_APPEND = TILE_TOKENS  # tokens that one call of `append` takes
@@ -54,7 +57,7 @@ class Pool(_Tensors):
     key_rows: Tensor  # int32 (slots,): rows of each slot's blocks
     value_rows: Tensor
     token_order: Tensor  # uint8 (slots, 64): token position -> token of the tile, for keys and values
-    key_channels: Tensor  # uint8 (S, Hkv, Dp): channel position -> channel
+    key_channels: Tensor  # uint8 (S, Hkv, Dp), shared (Hkv, Dp): channel position -> channel
     value_channels: Tensor
     page_table: Tensor  # int32 (S, pages of a sequence): page, -1 where there is none
     dropped: Tensor  # int64 (2, 2): of keys and values, tiles that were trimmed and nonzeros that they lost
@@ -81,6 +84,7 @@ class Pool(_Tensors):
         key_keep: int = 0,
         value_keep: int = 0,
         slot_rows: SlotRows | None = None,
+        shares_orders: bool = False,
     ) -> Pool:
         """A pool without pages in its table; its slots hold empty tiles.
 
@@ -88,6 +92,7 @@ class Pool(_Tensors):
         """
         padded = _C.format.padded_head_dim(head_dim)
         slots = pages * kv_heads * tiles_per_page
+        orders = (kv_heads,) if shares_orders else (sequences, kv_heads)
         bitmap_rows = _C.format.bitmap_rows(padded)
         slot_rows = SlotRows.holding(padded, key_keep, value_keep) if slot_rows is None else slot_rows
         slot_rows.check(padded)
@@ -100,8 +105,8 @@ class Pool(_Tensors):
             key_rows=torch.full((slots,), bitmap_rows, dtype=torch.int32, device=device),
             value_rows=torch.full((slots,), bitmap_rows, dtype=torch.int32, device=device),
             token_order=in_order(TILE_TOKENS, slots),
-            key_channels=in_order(padded, sequences, kv_heads),
-            value_channels=in_order(padded, sequences, kv_heads),
+            key_channels=in_order(padded, *orders),
+            value_channels=in_order(padded, *orders),
             page_table=torch.full((sequences, pages_per_sequence), -1, dtype=torch.int32, device=device),
             dropped=torch.zeros(2, 2, dtype=torch.int64, device=device),
             error=torch.zeros(1, dtype=torch.int32, device=device),
@@ -123,7 +128,12 @@ class Pool(_Tensors):
 
     @cached_property
     def kv_heads(self) -> int:
-        return self.key_channels.shape[1]
+        return self.key_channels.shape[-2]
+
+    @property
+    def shares_orders(self) -> bool:
+        """Whether all sequences have the same channel orders."""
+        return self.key_channels.ndim == 2
 
     @property
     def pages(self) -> int:
@@ -173,6 +183,7 @@ class Pool(_Tensors):
             self.tiles_per_page,
             self.slot_rows.both,
             rows_before,
+            self.shares_orders,
         )
 
 
@@ -249,13 +260,17 @@ def store(
     k, v: (n, Hkv, 64 c, D) in the pool's dtype, any strides but 1 in the last dimension.
     sequences, first_tiles: int32 (n,), no sequence twice; a row of a negative sequence is left out.
     new_order: whether the sequences' channel orders are chosen anew from these tokens; None: of those rows whose first
-        tile is 0.
+        tile is 0. Shared orders stay.
 
     Tiles without a page are left out, and `pool.error` is set. Callers set the sequences' lengths.
 
     Raises TypeError or ValueError for a wrong class, dtype, shape, stride or device.
     """
     rows = _check_rows(pool, k, v, sequences)
+    if pool.shares_orders:
+        if new_order:
+            raise ValueError("new_order must be None or False where sequences share their channel orders")
+        new_order = False
     _check_index(first_tiles, "first_tiles", rows, pool.device)
     tokens = k.shape[2]
     if tokens % TILE_TOKENS:
@@ -276,6 +291,28 @@ def store(
         size = kernels.module.store_scratch_bytes(pool.kernel_pool, rows, part)
         scratch = torch.empty(size, dtype=torch.uint8, device=pool.device)
         kernels.module.store(*arguments, part, address(scratch), stream)
+
+
+def choose_orders(pool: Pool, k: Tensor, v: Tensor) -> None:
+    """Chooses the shared channel orders by these tokens' nonzeros, so that tiles of tokens like them are short.
+
+    k, v: (n, Hkv, tokens, D) in the pool's dtype, any strides but 1 in the last dimension: the first prompts, or tokens
+        for calibration. Tiles that are stored already cannot be read any more.
+
+    Raises TypeError or ValueError for a wrong class, dtype, shape, stride or device, ValueError for a pool whose
+    sequences have orders of their own.
+    """
+    _check_rows(pool, k, v, None, any_rows=True)
+    if not pool.shares_orders:
+        raise ValueError("pool must have channel orders that all sequences share")
+    if not k.numel():
+        return
+    kernels = compression_kernels(pool.device)
+    with kernels.launch() as stream:
+        for x, keep, order in ((k, pool.key_keep, pool.key_channels), (v, pool.value_keep, pool.value_channels)):
+            _, counts = steps.select(kernels, checks.plain(x), keep, stream)
+            counts = counts.view(x.shape[0], *order.shape).sum(0, dtype=torch.int32)
+            steps.deal(kernels, counts, pool.head_dim, order, stream)
 
 
 def append(
@@ -401,13 +438,13 @@ def _tiles_at_a_time(pool: Pool, k: Tensor) -> int:
     tiles = k.shape[2] // TILE_TOKENS
     dense = 2 * TILE_TOKENS * pool.head_dim * k.element_size()  # bytes of a head's tile of k and v
     stored = pool.slot_rows.both * _C.format.ROW_BYTES
-    padded = pool.key_channels.shape[2]
+    padded = pool.key_channels.shape[-1]
     counts, masks = 2 * padded * 4, 2 * TILE_TOKENS * padded // 8 + 2 * 4  # of a head; of its tile
     most = int((_SCRATCH_FRACTION * tiles * (dense + stored) - counts) / masks)
     return min(tiles, max(1, most))
 
 
-def _check_rows(pool: Pool, k: Any, v: Any, sequences: Any) -> int:
+def _check_rows(pool: Pool, k: Any, v: Any, sequences: Any, any_rows: bool = False) -> int:
     """The number of rows of k and v."""
     for x, name in ((k, "k"), (v, "v")):
         checks.tensor(x, name)
@@ -422,7 +459,7 @@ def _check_rows(pool: Pool, k: Any, v: Any, sequences: Any) -> int:
     rows: int = k.shape[0]
     if sequences is not None:
         _check_index(sequences, "sequences", rows, pool.device)
-    elif rows > pool.sequences:
+    elif rows > pool.sequences and not any_rows:
         raise ValueError(f"k must have at most a row for each of {pool.sequences} sequences, got {rows}")
     return rows
 

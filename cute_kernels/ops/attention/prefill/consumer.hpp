@@ -55,9 +55,7 @@ class Consumer {
     Element* q = storage_.buffer[consumer_].q;
     copy_queries(q);
     int column = thread_ % kPairs * 2, head_dim = params_.keys.head_dim;
-    uint8_t const* channel_order =
-        params_.keys.channel_order +
-        (int64_t{work_tile_.sequence} * params_.keys.kv_heads + work_tile_.kv_head) * Traits::kHeadDim;
+    uint8_t const* channel_order = params_.keys.channel_order_of(work_tile_.sequence, work_tile_.kv_head);
     int channel0 = __ldg(channel_order + Traits::Order::position_of_column(column));
     int channel1 = __ldg(channel_order + Traits::Order::position_of_column(column + 1));
     auto sign = Element(params_.scale > 0 ? 1.f : params_.scale < 0 ? -1.f : 0.f);
@@ -297,9 +295,7 @@ class Consumer {
     sync_warpgroup();  // all have read q
     int warp = thread_ / 32, lane = thread_ % 32, head_dim = params_.values.head_dim;
     auto& rows = storage_.buffer[consumer_].out[warp];
-    uint8_t const* channel_order =
-        params_.values.channel_order +
-        (int64_t{work_tile_.sequence} * params_.values.kv_heads + work_tile_.kv_head) * Traits::kHeadDim;
+    uint8_t const* channel_order = params_.values.channel_order_of(work_tile_.sequence, work_tile_.kv_head);
     uint8_t const* channels[2];  // of the thread's two columns of 8; loaded twice, since they would take many registers
     CUTE_UNROLL
     for (int i = 0; i < 2; ++i) channels[i] = channel_order + Traits::Order::channel_of_row(2 * (lane % 4) + i);

@@ -243,8 +243,7 @@ class TileDecoder {
     int64_t const* strides = is_value ? params_.window.value_strides : params_.window.key_strides;
     auto const* from = static_cast<Element const*>(is_value ? params_.window.values : params_.window.keys) +
                        work_tile_.sequence * strides[0] + work_tile_.kv_head * strides[1] + first_token * strides[2];
-    uint8_t const* channel_order =
-        view.channel_order + (int64_t{work_tile_.sequence} * view.kv_heads + work_tile_.kv_head) * Traits::kHeadDim;
+    uint8_t const* channel_order = view.channel_order_of(work_tile_.sequence, work_tile_.kv_head);
     int tokens = work_tile_.window_tokens - first_token;
     auto element = [&](int token, int channel) {
       return token < tokens && channel < view.head_dim ? from[token * strides[2] + channel] : Element(0.f);

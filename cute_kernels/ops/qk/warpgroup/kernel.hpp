@@ -21,7 +21,7 @@ CUTE_DEVICE void load_queries(Params const& params, schedule::WorkTile const& wo
   constexpr int kPairs = Traits::kHeadDim / 2, kRowsAtOnce = mma::kWarpgroupThreads / kPairs;
   static_assert(kRowsAtOnce > 0 && Traits::kN % kRowsAtOnce == 0);
   int column = thread % kPairs * 2, head_dim = params.sparse.head_dim;
-  uint8_t const* channel_order = params.channel_order(work_tile, Traits::kHeadDim);
+  uint8_t const* channel_order = params.channel_order(work_tile);
   int channel0 = __ldg(channel_order + Traits::TileFormat::position_of_column(column));
   int channel1 = __ldg(channel_order + Traits::TileFormat::position_of_column(column + 1));
   auto const* head = static_cast<Element const*>(params.dense.data) + params.head_offset(work_tile);
