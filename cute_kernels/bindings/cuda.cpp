@@ -86,14 +86,15 @@ void store(compress::Pool const& pool, uintptr_t k, Strides const& k_strides, ui
 }
 
 compress::Windows make_windows(uintptr_t keys, uintptr_t values, uintptr_t lengths, uintptr_t arrivals, int capacity,
-                               int recent) {
+                               int recent, bool stores_full) {
   if (keys % 16 || values % 16) throw std::invalid_argument("windows must be aligned to 16 bytes");
   return {to_pointer<uint16_t>(keys),
           to_pointer<uint16_t>(values),
           to_pointer<int32_t>(lengths),
           to_pointer<int32_t>(arrivals),
           capacity,
-          recent};
+          recent,
+          stores_full};
 }
 
 void append(compress::Pool const& pool, compress::Windows const& windows, uintptr_t lengths, uintptr_t k,
@@ -173,7 +174,8 @@ void bind_cuda(py::module_& m) {
   cuda.def("pack", &pack, "x"_a, "strides"_a, "masks"_a, "keep"_a, "totals"_a, "capacity"_a, "view"_a, "stream"_a);
   cuda.def("decompress", &decompress, "view"_a, "out"_a, "stream"_a);
   py::class_<compress::Windows>(cuda, "Windows", "The dense windows of a pool's sequences, as pointers and sizes")
-      .def(py::init(&make_windows), "keys"_a, "values"_a, "lengths"_a, "arrivals"_a, "capacity"_a, "recent"_a);
+      .def(py::init(&make_windows), "keys"_a, "values"_a, "lengths"_a, "arrivals"_a, "capacity"_a, "recent"_a,
+           "stores_full"_a);
   cuda.def("store_scratch_bytes", &compress::store_scratch_bytes, "pool"_a, "batch"_a, "part"_a);
   cuda.def("store", &store, "pool"_a, "k"_a, "k_strides"_a, "v"_a, "v_strides"_a, "batch"_a, "tokens"_a, "sequences"_a,
            "first_tiles"_a, "new_order"_a, "part"_a, "scratch"_a, "stream"_a);

@@ -1,5 +1,5 @@
-// Copies new tokens to the windows of their sequences; where a window then holds a tile too much, compresses that tile
-// into its slot. One CTA a sequence and KV head. Most calls only copy a few tokens, so nothing is done before it is
+// Copies new tokens to the windows of their sequences; compresses a tile into its slot where it is due, and has the
+// oldest tokens leave a window that holds a tile too much. One CTA a sequence and KV head. Most calls only copy a few tokens, so nothing is done before it is
 // needed.
 //
 // One part of the CTA's threads works on the keys, the other on the values. The steps of compression pass a tile's
@@ -57,20 +57,25 @@ struct AppendShared {
   int longest[kCaches];
 };
 
-// The state of a sequence before the call, and how the call changes it.
+// The state of a sequence before the call, and how the call changes it. A window begins with a tile's first token.
 struct AppendState {
   int held, total;  // tokens of the window
   int compressed;   // tokens
-  bool stores;      // a tile
+  bool moves;       // a tile's tokens leave the window
+  bool stores;      // a tile, which begins with this token of the window
+  int begin;
   int64_t slot;
 
   __device__ AppendState(AppendArguments const& a, int sequence, int kv_head) {
     held = a.windows.lengths[sequence];
     compressed = a.lengths[sequence];
     total = held + static_cast<int>(a.x[0].tokens);
-    stores = total >= a.windows.recent + kTileTokens;
-    slot = stores ? find_slot(a.views[0], sequence, kv_head, compressed / kTileTokens) : 0;
+    moves = total >= a.windows.recent + kTileTokens;
+    stores = a.windows.stores_full ? total / kTileTokens > held / kTileTokens : moves;
+    begin = a.windows.stores_full ? (total / kTileTokens - 1) * kTileTokens : 0;
+    slot = stores ? find_slot(a.views[0], sequence, kv_head, tile()) : 0;
   }
+  __device__ int tile() const { return (compressed + begin) / kTileTokens; }
   __device__ bool fits(Windows const& windows) const { return total <= windows.capacity && slot != kNoSlot; }
 };
 
@@ -160,14 +165,14 @@ struct AppendPart {
   }
 };
 
-// The window's oldest tokens become a tile.
+// The tokens of the window that are due become a tile.
 template <int HeadDim>
-__device__ void store_oldest(AppendArguments const& a, uint8_t* memory, AppendShared& shared, int sequence, int kv_head,
-                             uint16_t const* keys, uint16_t const* values, AppendState const& state) {
+__device__ void store_tile(AppendArguments const& a, uint8_t* memory, AppendShared& shared, int sequence, int kv_head,
+                           uint16_t const* keys, uint16_t const* values, AppendState const& state) {
   using Shape = AppendShape<HeadDim>;
   AppendPart<Role::kKey, HeadDim> key{a, *reinterpret_cast<PackStorage<HeadDim>*>(memory)};
   AppendPart<Role::kValue, HeadDim> value{a, *reinterpret_cast<PackStorage<HeadDim>*>(memory + a.part_bytes)};
-  bool is_key = threadIdx.x < Shape::kPartThreads, deals = state.compressed == 0 && a.views[0].order_heads > 0;
+  bool is_key = threadIdx.x < Shape::kPartThreads, deals = state.tile() == 0 && a.views[0].order_heads > 0;
   auto in_part = [&](auto&& f) {
     if (is_key)
       f(key, keys);
@@ -230,8 +235,8 @@ __global__ void __launch_bounds__(AppendShape<HeadDim>::kThreads) append_kernel(
     if (atomicAdd(a.windows.arrivals + sequence, 1) == kv_heads - 1) {
       a.windows.arrivals[sequence] = 0;
       if (fits) {
-        a.windows.lengths[sequence] = state.total - (state.stores ? kTileTokens : 0);
-        if (state.stores) {
+        a.windows.lengths[sequence] = state.total - (state.moves ? kTileTokens : 0);
+        if (state.moves) {
           a.lengths[sequence] = state.compressed + kTileTokens;
           if (a.share.lengths && state.compressed / kTileTokens % a.share.ranks == a.share.rank)
             a.share.lengths[sequence] += kTileTokens;
@@ -247,9 +252,13 @@ __global__ void __launch_bounds__(AppendShape<HeadDim>::kThreads) append_kernel(
     i += Shape::kThreads;
     if (i < count) vector = load(i);
   }
-  if (!fits || !state.stores) return;
+  if (!fits || !(state.stores || state.moves)) return;
   __syncthreads();  // the window is complete
-  store_oldest<HeadDim>(a, memory, shared, sequence, kv_head, keys, values, state);
+  if (state.stores) {
+    int64_t begin = int64_t{state.begin} * x.head_dim;
+    store_tile<HeadDim>(a, memory, shared, sequence, kv_head, keys + begin, values + begin, state);
+  }
+  if (!state.moves) return;
 
   // The remaining tokens move to the front, 64 at a time: what is overwritten has been read before.
   int rest = (state.total - kTileTokens) * vectors, at_a_time = kTileTokens * vectors;

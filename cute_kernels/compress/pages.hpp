@@ -21,6 +21,7 @@ struct Windows {
   int32_t* lengths;      // (sequences)
   int32_t* arrivals;     // (sequences): zeros; scratch of `append`
   int capacity, recent;  // tokens: at most, at least
+  bool stores_full;      // a tile is stored when its 64th token arrives, not when it leaves the window
 };
 
 // Where tiles are dealt out to ranks: tile i of a sequence belongs to rank i % ranks.
@@ -30,7 +31,8 @@ struct Share {
 };
 
 // k, v: new tokens, at most 64 a row; row i is sequence sequences[i], or i if that is null; a row of a negative one is
-// left out. lengths (sequences): compressed tokens; those of `share` grow with its rank's tiles. One kernel, which leaves a sequence as it was and sets the pool's
+// left out. lengths (sequences): compressed tokens, those that left the window; those of `share` grow with its rank's
+// tiles. One kernel, which leaves a sequence as it was and sets the pool's
 // error where the new tokens do not fit into the window or the tile that is due has no page.
 void append(Pool const& pool, Windows const& windows, int32_t* lengths, DenseView const& k, DenseView const& v,
             int32_t const* sequences, Share const& share, cudaStream_t stream);

@@ -252,7 +252,16 @@ class cuda:
     @staticmethod
     def decompress(view: SparseView, out: int, stream: int) -> None: ...
     class Windows:
-        def __init__(self, keys: int, values: int, lengths: int, arrivals: int, capacity: int, recent: int) -> None: ...
+        def __init__(
+            self,
+            keys: int,
+            values: int,
+            lengths: int,
+            arrivals: int,
+            capacity: int,
+            recent: int,
+            stores_full: bool,
+        ) -> None: ...
 
     @staticmethod
     def store_scratch_bytes(pool: Pool, batch: int, part: int) -> int: ...

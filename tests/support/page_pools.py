@@ -125,10 +125,10 @@ class History:
     tokens: list[torch.Tensor]  # of each sequence (2, Hkv, tokens, D): keys and values
 
     @classmethod
-    def start(cls, pool: page_pool.Pool, recent: int) -> History:
+    def start(cls, pool: page_pool.Pool, recent: int, **options) -> History:
         nothing = torch.zeros(2, pool.kv_heads, 0, pool.head_dim, dtype=pool.dtype)
         lengths = torch.zeros(pool.sequences, dtype=torch.int32, device=pool.device)
-        return cls(pool, page_pool.Windows.allocate(pool, recent), lengths, [nothing] * pool.sequences)
+        return cls(pool, page_pool.Windows.allocate(pool, recent, **options), lengths, [nothing] * pool.sequences)
 
     def append(self, new: torch.Tensor, sequences: list[int] | None) -> None:
         """new: (2, n, Hkv, m, D), on the CPU."""
@@ -148,8 +148,9 @@ class History:
             assert held < self.windows.recent + TILE and (not compressed or held >= self.windows.recent)
             for window, x in ((self.windows.keys, k), (self.windows.values, v)):
                 assert oracle.same_bits(window[sequence, :, :held].contiguous(), x[:, compressed:].contiguous())
-            if compressed:
-                counts += check_tiles(self.pool, sequence, 0, k[:, :compressed], v[:, :compressed])
+            stored = k.shape[1] // TILE * TILE if self.windows.stores_full else compressed
+            if stored:
+                counts += check_tiles(self.pool, sequence, 0, k[:, :stored], v[:, :stored])
         assert self.pool.dropped.tolist() == counts.tolist()
 
 

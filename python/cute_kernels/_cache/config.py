@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from cute_kernels._cache import page_pool, tile_rules
+from cute_kernels._cache import tile_rules
 from cute_kernels._cache.checks import at_least
+from cute_kernels._cache.page_config import MAX_APPEND
 from cute_kernels._cache.sequences import TILE, SequenceTable
 from cute_kernels._cache.slot_rows import SlotRows
 from cute_kernels._cache.tile_rules import TileRule
@@ -106,8 +107,8 @@ def config(
     if page % TILE:
         raise ValueError(f"page_tokens must be a multiple of {TILE}, got {page}")
     at_once = at_least(max_append, "max_append", 1)
-    if at_once > page_pool.MAX_APPEND:
-        raise ValueError(f"max_append must be at most {page_pool.MAX_APPEND}, got {at_once}")
+    if at_once > MAX_APPEND:
+        raise ValueError(f"max_append must be at most {MAX_APPEND}, got {at_once}")
     pages_per_sequence = _pages_per_sequence(most, recent, page)
     slot_rows = SlotRows.holding(padded, keys.mean_kept(channels), values.mean_kept(channels))
     page_bytes = heads * (page // TILE) * _tile_bytes(slot_rows.both)

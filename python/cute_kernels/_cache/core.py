@@ -16,11 +16,12 @@ from cute_kernels._cache import checks as cache_checks
 from cute_kernels._cache import ops as cache_ops
 from cute_kernels._cache.config import CacheConfig
 from cute_kernels._cache.exclusive import IN_USE, Change, Exclusive, not_recorded
+from cute_kernels._cache.extend import runs
 from cute_kernels._cache.ops import Sequences
 from cute_kernels._cache.reference import attend_reference
 from cute_kernels._cache.sequences import TILE, Changes, Row
 from cute_kernels._cache.step import DecodingStep
-from cute_kernels._cache.storage import CacheStorage, runs
+from cute_kernels._cache.storage import CacheStorage
 from cute_kernels._runtime import checks, gradients, ops
 from cute_kernels._runtime.backends import check_name, resolve
 

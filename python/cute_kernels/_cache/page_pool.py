@@ -1,4 +1,4 @@
-"""A pool of pages: sequences' compressed tiles, and the dense windows of their newest tokens.
+"""What is done with a pool of pages: sequences' compressed tiles, and the dense windows of their newest tokens.
 
 A page holds `tiles_per_page` tiles of 64 consecutive tokens of one sequence, for all KV heads, keys and values. A tile
 lies in a slot: slot = (page * Hkv + head) * tiles_per_page + tile in page, its keys' block first and its values' right
@@ -14,241 +14,20 @@ S sequences, Hkv KV heads, D head dim, Dp that of tiles (64, 128 or 256). Nothin
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cute_kernels._attention.problem import pack_window
-from cute_kernels._cache.slot_rows import SlotRows
+from cute_kernels._cache.page_config import MAX_APPEND, TILE_TOKENS
+from cute_kernels._cache.pool import Pool, Share, Windows
 from cute_kernels._runtime import checks
-from cute_kernels._runtime.extension import _C, CODEC_CODES, DTYPE_CODES, ROLE_CODES, own_codec
+from cute_kernels._runtime.extension import _C
 from cute_kernels._runtime.launching import address, compression_kernels, launch
 from cute_kernels._storage import steps
 
-TILE_TOKENS: int = _C.format.TILE_TOKENS
-MAX_APPEND = TILE_TOKENS  # tokens that one call of `append` takes
-
 _NEW_ORDER = {False: 0, True: 1, None: 2}
 _SCRATCH_FRACTION = 0.05  # scratch of `store`, of the bytes of k, v and their tiles; at least one tile's
-
-
-class _Tensors:
-    """A dataclass with tensors among its fields."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        """The fields alone: a copy makes views of its own tensors."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        values = (getattr(self, field.name) for field in fields(self))  # type: ignore[arg-type]
-        return sum(value.nbytes for value in values if isinstance(value, Tensor))
-
-
-@dataclass(frozen=True, eq=False)
-class Pool(_Tensors):
-    """Compressed tiles of up to S sequences; all tensors contiguous, on one device."""
-
-    blocks: Tensor  # int32 (slots, slot_rows.both, 32): key_rows of a slot's keys, then value_rows of its values
-    key_rows: Tensor  # int32 (slots,): rows of each slot's blocks
-    value_rows: Tensor
-    token_order: Tensor  # uint8 (slots, 64): token position -> token of the tile, for keys and values
-    key_channels: Tensor  # uint8 (S, Hkv, Dp), shared (Hkv, Dp): channel position -> channel
-    value_channels: Tensor
-    page_table: Tensor  # int32 (S, pages of a sequence): page, -1 where there is none
-    dropped: Tensor  # int64 (2, 2): of keys and values, tiles that were trimmed and nonzeros that they lost
-    error: Tensor  # int32 (1,): 1 once a tile had no page or a window was full
-    dtype: torch.dtype
-    head_dim: int
-    tiles_per_page: int
-    key_keep: int  # elements that a token keeps, 0: every nonzero
-    value_keep: int
-    slot_rows: SlotRows
-
-    @classmethod
-    def allocate(
-        cls,
-        *,
-        pages: int,
-        sequences: int,
-        pages_per_sequence: int,
-        kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        tiles_per_page: int = 1,
-        key_keep: int = 0,
-        value_keep: int = 0,
-        slot_rows: SlotRows | None = None,
-        shares_orders: bool = False,
-    ) -> Pool:
-        """A pool without pages in its table; its slots hold empty tiles.
-
-        slot_rows: default: those that hold tiles of key_keep and value_keep.
-        """
-        padded = _C.format.padded_head_dim(head_dim)
-        slots = pages * kv_heads * tiles_per_page
-        orders = (kv_heads,) if shares_orders else (sequences, kv_heads)
-        bitmap_rows = _C.format.bitmap_rows(padded)
-        slot_rows = SlotRows.holding(padded, key_keep, value_keep) if slot_rows is None else slot_rows
-        slot_rows.check(padded)
-
-        def in_order(count: int, *sizes: int) -> Tensor:
-            return torch.arange(count, device=device).to(torch.uint8).expand(*sizes, count).contiguous()
-
-        return cls(
-            blocks=torch.zeros(slots, slot_rows.both, _C.format.LANES, dtype=torch.int32, device=device),
-            key_rows=torch.full((slots,), bitmap_rows, dtype=torch.int32, device=device),
-            value_rows=torch.full((slots,), bitmap_rows, dtype=torch.int32, device=device),
-            token_order=in_order(TILE_TOKENS, slots),
-            key_channels=in_order(padded, *orders),
-            value_channels=in_order(padded, *orders),
-            page_table=torch.full((sequences, pages_per_sequence), -1, dtype=torch.int32, device=device),
-            dropped=torch.zeros(2, 2, dtype=torch.int64, device=device),
-            error=torch.zeros(1, dtype=torch.int32, device=device),
-            dtype=dtype,
-            head_dim=head_dim,
-            tiles_per_page=tiles_per_page,
-            key_keep=key_keep,
-            value_keep=value_keep,
-            slot_rows=slot_rows,
-        )
-
-    @cached_property
-    def device(self) -> torch.device:
-        return self.page_table.device
-
-    @cached_property
-    def sequences(self) -> int:
-        return self.page_table.shape[0]
-
-    @cached_property
-    def kv_heads(self) -> int:
-        return self.key_channels.shape[-2]
-
-    @property
-    def shares_orders(self) -> bool:
-        """Whether all sequences have the same channel orders."""
-        return self.key_channels.ndim == 2
-
-    @property
-    def pages(self) -> int:
-        return self.key_rows.shape[0] // (self.kv_heads * self.tiles_per_page)
-
-    @property
-    def tokens_per_sequence(self) -> int:
-        """Compressed tokens that a row of the page table reaches."""
-        return self.page_table.shape[1] * self.tiles_per_page * TILE_TOKENS
-
-    @cached_property
-    def key_view(self) -> _C.SparseView:
-        """The keys as kernels take them. Valid as long as this object lives."""
-        return self._view("key", self.key_rows, self.key_channels, self.slot_rows.keys, rows_before=0)
-
-    @cached_property
-    def value_view(self) -> _C.SparseView:
-        before = address(self.key_rows)
-        return self._view("value", self.value_rows, self.value_channels, self.slot_rows.values, rows_before=before)
-
-    @cached_property
-    def kernel_pool(self) -> _C.Pool:
-        return _C.Pool(
-            self.key_view,
-            self.value_view,
-            self.key_keep,
-            self.value_keep,
-            address(self.dropped),
-            address(self.error),
-        )
-
-    def _view(self, role: str, rows: Tensor, channels: Tensor, most_rows: int, rows_before: int) -> _C.SparseView:
-        return _C.SparseView.paged(
-            address(self.blocks),
-            address(rows),
-            address(self.token_order),
-            address(channels),
-            ROLE_CODES[role],
-            DTYPE_CODES[self.dtype],
-            CODEC_CODES[own_codec(self.dtype)],
-            self.sequences,
-            self.kv_heads,
-            self.head_dim,
-            most_rows,
-            address(self.page_table),
-            self.page_table.shape[1],
-            self.tiles_per_page,
-            self.slot_rows.both,
-            rows_before,
-            self.shares_orders,
-        )
-
-
-@dataclass(frozen=True, eq=False)
-class Windows(_Tensors):
-    """The newest tokens of every sequence of a pool, dense. At least `recent` of them stay dense."""
-
-    keys: Tensor  # (S, Hkv, capacity, D), contiguous, in the pool's dtype
-    values: Tensor
-    lengths: Tensor  # int32 (S,): tokens of each window
-    arrivals: Tensor  # int32 (S,): zeros; scratch of `append`
-    recent: int
-
-    @classmethod
-    def allocate(cls, pool: Pool, recent: int, max_append: int = MAX_APPEND) -> Windows:
-        """Empty windows that hold `recent` tokens, all but one of a tile, and the `max_append` new ones of one call of
-        `append`."""
-        if recent < 0:
-            raise ValueError(f"recent must be at least 0, got {recent}")
-        shape = (pool.sequences, pool.kv_heads, recent + TILE_TOKENS - 1 + max_append, pool.head_dim)
-        return cls(
-            keys=torch.zeros(shape, dtype=pool.dtype, device=pool.device),
-            values=torch.zeros(shape, dtype=pool.dtype, device=pool.device),
-            lengths=torch.zeros(pool.sequences, dtype=torch.int32, device=pool.device),
-            arrivals=torch.zeros(pool.sequences, dtype=torch.int32, device=pool.device),
-            recent=recent,
-        )
-
-    @property
-    def capacity(self) -> int:
-        """Tokens that a window can hold."""
-        return self.keys.shape[2]
-
-    @cached_property
-    def kernel_windows(self) -> _C.cuda.Windows:
-        return _C.cuda.Windows(
-            address(self.keys),
-            address(self.values),
-            address(self.lengths),
-            address(self.arrivals),
-            self.capacity,
-            self.recent,
-        )
-
-    @cached_property
-    def attention_window(self) -> _C.Window:
-        return pack_window(self.keys, self.values, self.lengths)
-
-
-@dataclass(frozen=True, eq=False)
-class Share:
-    """One rank's part of all tiles, which are dealt out: tile i of a sequence belongs to rank i % ranks."""
-
-    lengths: Tensor  # int32 (S,): tokens in this rank's tiles
-    rank: int
-    ranks: int
-
-    def tiles(self, tiles: int) -> int:
-        """How many of the first `tiles` tiles are this rank's."""
-        return (tiles + self.ranks - 1 - self.rank) // self.ranks
-
-    def count(self, lengths: Tensor) -> None:
-        """Sets the rank's lengths from those of all ranks together, int32 (S,), multiples of 64."""
-        tiles = (lengths // TILE_TOKENS + (self.ranks - 1 - self.rank)) // self.ranks
-        self.lengths.copy_(tiles * TILE_TOKENS)
 
 
 def store(
@@ -320,10 +99,12 @@ def append(
 ) -> None:
     """Puts m <= 64 new tokens of each row into its sequence's window.
 
-    Where the window then holds `recent` + 64 tokens or more, its oldest 64 become tile lengths[s] / 64: pruned,
-    compressed and stored; the rest moves down.
+    Where the window then holds `recent` + 64 tokens or more, its oldest 64 leave it, which are tile lengths[s] / 64:
+    the rest moves down. The tile is pruned, compressed and stored then or, where `stores_full`, when its 64th token
+    arrives.
 
-    lengths: int32 (S,), compressed tokens of every sequence, multiples of 64; grows with every tile.
+    lengths: int32 (S,), tokens before the window of every sequence, multiples of 64; grows with every tile that leaves
+        the window.
     k, v: (n, Hkv, m, D) in the pool's dtype, any strides but 1 in the last dimension.
     sequences: int32 (n,), row i belongs to sequence sequences[i], none twice; a row of a negative one is left out.
         None: row i belongs to sequence i.
@@ -408,20 +189,24 @@ def append_on_cpu(
 
 def _append_to_one(pool: Pool, windows: Windows, lengths: Tensor, k: Tensor, v: Tensor, sequence: int) -> None:
     """One sequence on the CPU; k, v (Hkv, m, D)."""
-    held = int(windows.lengths[sequence])
-    total, tile = held + k.shape[1], int(lengths[sequence]) // TILE_TOKENS
-    stores = total >= windows.recent + TILE_TOKENS
+    held, compressed = int(windows.lengths[sequence]), int(lengths[sequence])
+    total = held + k.shape[1]
+    moves = total >= windows.recent + TILE_TOKENS
+    begin = (total // TILE_TOKENS - 1) * TILE_TOKENS if windows.stores_full else 0  # of the tile in the window
+    stores = total // TILE_TOKENS > held // TILE_TOKENS if windows.stores_full else moves
+    tile = (compressed + begin) // TILE_TOKENS
     if total > windows.capacity or (stores and not _has_page(pool, sequence, tile)):
         pool.error.fill_(1)
         return
     for window, new in ((windows.keys[sequence], k), (windows.values[sequence], v)):
         window[:, held:total] = new
     windows.lengths[sequence] = total
-    if not stores:
+    if stores:
+        due = slice(sequence, sequence + 1), slice(None), slice(begin, begin + TILE_TOKENS)
+        indices = torch.tensor([[sequence], [tile]], dtype=torch.int32, device="cpu")
+        store(pool, windows.keys[due], windows.values[due], indices[0], indices[1])
+    if not moves:
         return
-    oldest = slice(sequence, sequence + 1), slice(None), slice(0, TILE_TOKENS)
-    indices = torch.tensor([[sequence], [tile]], dtype=torch.int32, device="cpu")
-    store(pool, windows.keys[oldest], windows.values[oldest], indices[0], indices[1])
     for window in (windows.keys[sequence], windows.values[sequence]):
         window[:, : total - TILE_TOKENS] = window[:, TILE_TOKENS:total].clone()
     windows.lengths[sequence] = total - TILE_TOKENS

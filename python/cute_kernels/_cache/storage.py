@@ -7,46 +7,21 @@ host go through pinned memory of torch's allocator, which does not reuse it befo
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import fields
 
 import torch
 from torch import Tensor
 
 from cute_kernels._attention.problem import pack_problem
-from cute_kernels._cache import page_pool
+from cute_kernels._cache import extend, page_pool
 from cute_kernels._cache.config import CacheConfig
+from cute_kernels._cache.extend import Run, Tiles
+from cute_kernels._cache.pool import Pool, Windows
 from cute_kernels._cache.sequences import TILE, Changes, Row
 from cute_kernels._runtime.extension import _C
 
 _REMEMBERED = 64  # groups of sequences whose numbers stay on the device
-
-
-@dataclass(frozen=True)
-class Run:
-    """Neighbouring rows in one state that take as many new tokens each."""
-
-    first: int  # in the call's tensors
-    count: int
-    row: int  # in the cache
-    compressed: int
-    window: int
-    tokens: int  # new ones
-
-
-def runs(rows: Sequence[int], states: Sequence[Row], tokens: Sequence[int]) -> Iterator[Run]:
-    """Rows of a call, cut into as few runs as their order allows; those without new tokens are left out."""
-    begin = 0
-    for i in range(1, len(rows) + 1):
-        same = i < len(rows) and rows[i] == rows[begin] + i - begin and tokens[i] == tokens[begin]
-        if same:
-            old, new = states[rows[begin]], states[rows[i]]
-            same = (old.compressed, old.window) == (new.compressed, new.window)
-        if not same:
-            state = states[rows[begin]]
-            if tokens[begin]:
-                yield Run(begin, i - begin, rows[begin], state.compressed, state.window, tokens[begin])
-            begin = i
 
 
 def _copy_into(larger: Tensor, smaller: Tensor) -> None:
@@ -59,7 +34,7 @@ class CacheStorage:
     def __init__(self, made_for: CacheConfig) -> None:
         sequences, device = made_for.max_batch, made_for.device
         self.device = device
-        self.pool = page_pool.Pool.allocate(
+        self.pool = Pool.allocate(
             pages=made_for.pages,
             tiles_per_page=made_for.page_tokens // TILE,
             sequences=sequences,
@@ -73,7 +48,7 @@ class CacheStorage:
             device=device,
         )
         self._rules = made_for.keys, made_for.values
-        self.windows = page_pool.Windows.allocate(self.pool, made_for.recent, made_for.max_append)
+        self.windows = Windows.allocate(self.pool, made_for.recent, made_for.max_append)
         self.lengths = torch.zeros(sequences, dtype=torch.int32, device=device)
         self._numbers = torch.arange(sequences, dtype=torch.int32, device=device)
         self.content = torch.zeros(1, dtype=torch.int32, device=device)  # see ops
@@ -155,54 +130,21 @@ class CacheStorage:
 
     def store(self, k: Tensor, v: Tensor, run: Run, tiles: int) -> None:
         """The tiles that get full with the last run.tokens of k and v (B, Hkv, T, D). Writes over nothing that the
-        sequences hold: `settle` makes the tiles theirs.
-
-        Tiles of new tokens alone are compressed from k and v, without a copy.
-        """
-        if tiles == 0:
-            return
-        old, new = self._parts(k, v, run)
-        mixed = min(tiles, -(-run.window // TILE))  # tiles that have tokens of the window
-        begin = mixed * TILE - run.window
-        rows = slice(run.row, run.row + run.count)
-        first_tiles = self.lengths[rows] // TILE
-        choose = run.compressed == 0  # channel orders, from the larger of the two parts
-        if tiles > mixed:
-            keys, values = (x[:, :, begin : begin + (tiles - mixed) * TILE] for x in new)
-            self._store_pruned(keys, values, self._numbers[rows], first_tiles + mixed, choose)
-        if mixed:
-            pairs = zip(old, new)
-            keys, values = (
-                torch.cat([held, x[:, :, : max(begin, 0)]], dim=2)[:, :, : mixed * TILE] for held, x in pairs
-            )
-            self._store_pruned(keys, values, self._numbers[rows], first_tiles, choose and tiles == mixed)
+        sequences hold: `settle` makes the tiles theirs."""
+        numbers = self._numbers[run.row : run.row + run.count]
+        extend.store_run(self.pool, self.windows, k, v, run, self._tiles(run, tiles), numbers, self._prune)
 
     def settle(self, k: Tensor, v: Tensor, run: Run, tiles: int) -> None:
         """Windows and lengths after `store` of the same."""
-        rows = slice(run.row, run.row + run.count)
-        left = run.window + run.tokens - tiles * TILE
-        begin = tiles * TILE - run.window  # of what stays dense, in the new tokens
-        for window, old, x in zip((self.windows.keys, self.windows.values), *self._parts(k, v, run)):
-            if tiles == 0:
-                window[rows, :, run.window : left].copy_(x)
-            else:
-                window[rows, :, :left].copy_(
-                    x[:, :, begin:] if begin >= 0 else torch.cat([old[:, :, begin:], x], dim=2)
-                )
-        if tiles:
-            self.lengths[rows].add_(tiles * TILE)
-        self.windows.lengths[rows].fill_(left)
+        extend.settle_run(self.windows, self.lengths, k, v, run, self._tiles(run, tiles))
 
-    def _parts(self, k: Tensor, v: Tensor, run: Run) -> tuple[list[Tensor], list[Tensor]]:
-        """A run's windows, and its new tokens: keys and values."""
-        rows = slice(run.row, run.row + run.count)
-        old = [x[rows, :, : run.window] for x in (self.windows.keys, self.windows.values)]
-        new = [x[run.first : run.first + run.count, :, x.shape[2] - run.tokens :] for x in (k, v)]
-        return old, new
+    def _tiles(self, run: Run, tiles: int) -> Tiles:
+        """A cache stores tiles when they leave the window."""
+        return Tiles(run.compressed // TILE, tiles, tiles)
 
-    def _store_pruned(self, k: Tensor, v: Tensor, numbers: Tensor, first_tiles: Tensor, choose: bool) -> None:
-        k, v = (rule.prune(x) for rule, x in zip(self._rules, (k, v)))
-        page_pool.store(self.pool, k, v, numbers, first_tiles, choose)
+    def _prune(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = self._rules
+        return keys.prune(k), values.prune(v)
 
     def move(self, targets: Sequence[int], sources: Sequence[int]) -> None:
         """Row targets[i] becomes a copy of row sources[i], except for its pages."""

@@ -13,9 +13,9 @@ from torch import Tensor
 from cute_kernels._attention.problem import launch_problem
 from cute_kernels._cache import checks as cache_checks
 from cute_kernels._cache.config import config
+from cute_kernels._cache.extend import runs
 from cute_kernels._cache.reference import attend_reference
 from cute_kernels._cache.sequences import TILE
-from cute_kernels._cache.storage import runs
 from cute_kernels._runtime import checks, gradients, ops
 from cute_kernels._runtime.backends import check_name, resolve
 from cute_kernels.distributed.exchange import Parts

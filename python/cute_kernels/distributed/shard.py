@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from cute_kernels._attention.problem import pack_problem
-from cute_kernels._cache import page_pool
+from cute_kernels._cache import extend, page_pool
 from cute_kernels._cache.config import CacheConfig
+from cute_kernels._cache.extend import Run
 from cute_kernels._cache.sequences import TILE
-from cute_kernels._cache.storage import CacheStorage, Run
+from cute_kernels._cache.storage import CacheStorage
 from cute_kernels._runtime.extension import _C
 
 
@@ -68,7 +69,7 @@ class Shard(CacheStorage):
         first = run.compressed // TILE
         mine = range((self.rank - first) % self.ranks, tiles, self.ranks)
         rows = self._numbers[run.row : run.row + run.count]
-        old, new = self._parts(k, v, run)
+        old, new = extend.parts(self.windows, k, v, run)
         # Channel orders are chosen with a sequence's first tile. A rank that gets none of the first tiles takes its
         # order from another's, which goes where nothing reads it.
         pool, wanted, before = (self._own, mine, self.share.tiles(first)) if mine else (self.pool, range(1), 0)
