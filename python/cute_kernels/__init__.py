@@ -25,7 +25,7 @@ import sys
 __version__ = "0.1.0"  # the one place: the package's metadata and the name of a wheel are read from here
 
 try:
-    from cute_kernels import mustafar, rules
+    from cute_kernels import mustafar, paged, rules
     from cute_kernels._runtime.backends import backends
     from cute_kernels.attention import sparse_attention
     from cute_kernels.compression import compress, compress_kv, decompress, prune
@@ -47,6 +47,7 @@ __all__ = [
     "decompress",
     "merge_states",
     "mustafar",
+    "paged",
     "prune",
     "rules",
     "sparse_attention",

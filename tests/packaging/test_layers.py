@@ -22,7 +22,7 @@ PYTHON_LAYERS = (
     {"sparse_kv", "rules"},
     {"compression", "products", "attention", "merging", "mustafar"},
     {"_cache"},
-    {"kv_cache"},
+    {"kv_cache", "paged"},
     {"distributed"},
     {""},  # the package itself: its public names
     {"integrations", "eval", "info"},

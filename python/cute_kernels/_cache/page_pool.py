@@ -50,7 +50,7 @@ def store(
         if new_order:
             raise ValueError("new_order must be None or False where sequences share their channel orders")
         new_order = False
-    _check_index(first_tiles, "first_tiles", rows, pool.device)
+    check_index(first_tiles, "first_tiles", rows, pool.device)
     tokens = k.shape[2]
     if tokens % TILE_TOKENS:
         raise ValueError(f"k and v must have whole tiles of {TILE_TOKENS} tokens, got shape {tuple(k.shape)}")
@@ -117,7 +117,7 @@ def append(
     _check_rows(pool, k, v, sequences)
     if k.shape[2] > MAX_APPEND:
         raise ValueError(f"k and v must have at most {MAX_APPEND} tokens a call, got shape {tuple(k.shape)}")
-    _check_index(lengths, "lengths", pool.sequences, pool.device)
+    check_index(lengths, "lengths", pool.sequences, pool.device)
     append_unchecked(pool, windows, lengths, checks.plain(k), checks.plain(v), sequences)
 
 
@@ -243,13 +243,13 @@ def _check_rows(pool: Pool, k: Any, v: Any, sequences: Any, any_rows: bool = Fal
         raise ValueError(f"v must have the shape of k, {tuple(shape)}, got {tuple(v.shape)}")
     rows: int = k.shape[0]
     if sequences is not None:
-        _check_index(sequences, "sequences", rows, pool.device)
+        check_index(sequences, "sequences", rows, pool.device)
     elif rows > pool.sequences and not any_rows:
         raise ValueError(f"k must have at most a row for each of {pool.sequences} sequences, got {rows}")
     return rows
 
 
-def _check_index(value: Any, name: str, size: int, device: torch.device) -> None:
+def check_index(value: Any, name: str, size: int, device: torch.device) -> None:
     checks.tensor(value, name)
     checks.dtype(value, name, (torch.int32,))
     checks.device(value.device, name, device, "the pool")

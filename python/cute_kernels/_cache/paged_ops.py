@@ -1,0 +1,208 @@
+"""What is done with a pool and its windows in torch.ops.cute_kernels, so that code with caller-owned pages compiles.
+
+An operation takes all tensors that it reads or writes, in lists, and the sizes that go with them; it packs what kernels
+take of them anew. Eager calls with a `Pool` and `Windows` keep that.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_kernels._attention.problem import launch_problem, pack_problem
+from cute_kernels._cache import page_pool
+from cute_kernels._cache.page_config import TILE_TOKENS
+from cute_kernels._cache.pool import Pool, Windows
+from cute_kernels._cache.reference import attend_reference
+from cute_kernels._cache.slot_rows import SlotRows
+from cute_kernels._runtime import checks, ops
+from cute_kernels._runtime.backends import resolve
+
+_POOL = (
+    *("blocks", "key_rows", "value_rows", "token_order"),
+    *("key_channels", "value_channels", "page_table", "dropped", "error"),
+)
+_WINDOWS = ("keys", "values", "lengths", "arrivals")
+
+
+def pool_tensors(pool: Pool) -> list[Tensor]:
+    return [getattr(pool, name) for name in _POOL]
+
+
+def pool_sizes(pool: Pool) -> list[int]:
+    rows = pool.slot_rows
+    return [pool.head_dim, pool.tiles_per_page, pool.key_keep, pool.value_keep, rows.keys, rows.values, rows.both]
+
+
+def window_tensors(windows: Windows | None) -> list[Tensor]:
+    return [] if windows is None else [getattr(windows, name) for name in _WINDOWS]
+
+
+def window_sizes(windows: Windows | None) -> list[int]:
+    return [] if windows is None else [windows.recent, int(windows.stores_full)]
+
+
+def make_pool(tensors: list[Tensor], sizes: list[int], dtype: torch.dtype) -> Pool:
+    head_dim, tiles_per_page, key_keep, value_keep, *rows = sizes
+    named: dict[str, Any] = dict(zip(_POOL, tensors, strict=True))
+    return Pool(
+        **named,
+        dtype=dtype,
+        head_dim=head_dim,
+        tiles_per_page=tiles_per_page,
+        key_keep=key_keep,
+        value_keep=value_keep,
+        slot_rows=SlotRows(*rows),
+    )
+
+
+def make_windows(tensors: list[Tensor], sizes: list[int]) -> Windows | None:
+    if not tensors:
+        return None
+    recent, stores_full = sizes
+    named: dict[str, Any] = dict(zip(_WINDOWS, tensors, strict=True))
+    return Windows(**named, recent=recent, stores_full=bool(stores_full))
+
+
+def attend(
+    q: Tensor,
+    pool: Pool,
+    windows: Windows | None,
+    lengths: Tensor,
+    sequences: Tensor | None,
+    scale: float,
+    causal: bool,
+    expected: tuple[int, int],
+    backend: str,
+    out: Tensor,
+    lse: Tensor | None,
+) -> None:
+    """Behind the checks; writes out and lse."""
+    checks.apart(out, q=q, blocks=pool.blocks)
+    name = resolve(backend, pool.device)
+    if not out.numel():
+        return
+    if name == "reference":
+        _attend_reference(q, pool, windows, lengths, sequences, scale, causal, out, lse)
+        return
+    q = checks.plain(q)
+    window = None if windows is None else windows.attention_window
+    problem = pack_problem(pool.key_view, pool.value_view, window, q, scale=scale, causal=causal, expected=expected)
+    launch_problem(problem, q, out, lse, name, sequences=sequences, lengths=lengths)
+
+
+def _attend_reference(
+    q: Tensor,
+    pool: Pool,
+    windows: Windows | None,
+    lengths: Tensor,
+    sequences: Tensor | None,
+    scale: float,
+    causal: bool,
+    out: Tensor,
+    lse: Tensor | None,
+) -> None:
+    caches = []
+    for sequence in range(q.shape[0]) if sequences is None else sequences.tolist():
+        k, v = page_pool.load(pool, sequence, 0, int(lengths[sequence]) // TILE_TOKENS)
+        if windows is not None:
+            held = int(windows.lengths[sequence])
+            k = torch.cat([k, windows.keys[sequence, :, :held]], dim=1)
+            v = torch.cat([v, windows.values[sequence, :, :held]], dim=1)
+        caches.append((k, v))
+    attend_reference(q, caches, scale, causal, out, lse)
+
+
+# ---- torch.ops.cute_kernels ------------------------------------------------------------------------------------------
+
+
+def _store(
+    pool: list[Tensor], sizes: list[int], k: Tensor, v: Tensor, sequences: Tensor, first_tiles: Tensor, new_order: int
+) -> None:
+    choose = None if new_order < 0 else bool(new_order)
+    page_pool.store(make_pool(pool, sizes, k.dtype), k, v, sequences, first_tiles, choose)
+
+
+def _choose_orders(pool: list[Tensor], sizes: list[int], k: Tensor, v: Tensor) -> None:
+    page_pool.choose_orders(make_pool(pool, sizes, k.dtype), k, v)
+
+
+def _append(
+    pool: list[Tensor],
+    windows: list[Tensor],
+    lengths: Tensor,
+    pool_sizes: list[int],
+    window_sizes: list[int],
+    k: Tensor,
+    v: Tensor,
+    sequences: Tensor | None,
+) -> None:
+    made = make_windows(windows, window_sizes)
+    assert made is not None
+    page_pool.append(make_pool(pool, pool_sizes, k.dtype), made, lengths, k, v, sequences)
+
+
+def _attend(
+    q: Tensor,
+    pool: list[Tensor],
+    windows: list[Tensor],
+    lengths: Tensor,
+    sequences: Tensor | None,
+    pool_sizes: list[int],
+    window_sizes: list[int],
+    scale: float,
+    causal: bool,
+    expected: list[int],
+    backend: str,
+    out: Tensor,
+    lse: Tensor | None,
+) -> None:
+    longest, total = expected
+    views = make_pool(pool, pool_sizes, q.dtype), make_windows(windows, window_sizes)
+    attend(q, *views, lengths, sequences, scale, causal, (longest, total), backend, out, lse)
+
+
+def _export(
+    pool: list[Tensor], sizes: list[int], dtype: torch.dtype, sequence: int, first_tile: int, tiles: int
+) -> tuple[Tensor, Tensor]:
+    return page_pool.load(make_pool(pool, sizes, dtype), sequence, first_tile, tiles)
+
+
+def _export_fake(
+    pool: list[Tensor], sizes: list[int], dtype: torch.dtype, sequence: int, first_tile: int, tiles: int
+) -> tuple[Tensor, Tensor]:
+    blocks, kv_heads = pool[0], pool[_POOL.index("key_channels")].shape[-2]
+    shape = kv_heads, tiles * TILE_TOKENS, sizes[0]
+    return blocks.new_empty(shape, dtype=dtype), blocks.new_empty(shape, dtype=dtype)
+
+
+STORE = ops.define(
+    "paged_store(Tensor(a!)[] pool, int[] sizes, Tensor k, Tensor v, Tensor sequences, Tensor first_tiles, "
+    "int new_order) -> ()",
+    _store,
+    ops.no_results,
+)
+CHOOSE_ORDERS = ops.define(
+    "paged_choose_orders(Tensor(a!)[] pool, int[] sizes, Tensor k, Tensor v) -> ()", _choose_orders, ops.no_results
+)
+APPEND = ops.define(
+    "paged_append(Tensor(a!)[] pool, Tensor(b!)[] windows, Tensor(c!) lengths, int[] pool_sizes, int[] window_sizes, "
+    "Tensor k, Tensor v, Tensor? sequences) -> ()",
+    _append,
+    ops.no_results,
+)
+ATTEND = ops.define(
+    "paged_attend(Tensor q, Tensor[] pool, Tensor[] windows, Tensor lengths, Tensor? sequences, int[] pool_sizes, "
+    "int[] window_sizes, float scale, bool causal, SymInt[] expected, str backend, Tensor(a!) out, Tensor(b!)? lse) "
+    "-> ()",
+    _attend,
+    ops.no_results,
+)
+EXPORT = ops.define(
+    "paged_export(Tensor[] pool, int[] sizes, ScalarType dtype, SymInt sequence, SymInt first_tile, SymInt tiles) "
+    "-> (Tensor, Tensor)",
+    _export,
+    _export_fake,
+)
