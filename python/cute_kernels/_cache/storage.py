@@ -17,7 +17,7 @@ from cute_kernels._attention.problem import pack_problem
 from cute_kernels._cache import extend, page_pool
 from cute_kernels._cache.config import CacheConfig
 from cute_kernels._cache.extend import Run, Tiles
-from cute_kernels._cache.pool import Pool, Windows
+from cute_kernels._cache.pool import Pool, Share, Windows
 from cute_kernels._cache.sequences import TILE, Changes, Row
 from cute_kernels._runtime.extension import _C
 
@@ -54,7 +54,7 @@ class CacheStorage:
         self.content = torch.zeros(1, dtype=torch.int32, device=device)  # see ops
         self._remembered: OrderedDict[tuple[int, ...], Tensor] = OrderedDict()
         self._kept: list[Tensor] = []  # tensors that captured graphs point to
-        self._share: page_pool.Share | None = None  # whose lengths `append` counts, too
+        self._share: Share | None = None  # whose lengths `append` counts, too
         self._problem: tuple[object, _C.AttentionProblem | None] = None, None  # arguments of the last one, and it
 
     def grown(self, made_for: CacheConfig) -> CacheStorage:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cute_kernels._attention.problem import pack_problem
 from cute_kernels._cache import extend, page_pool
+from cute_kernels._cache.pool import Share
 from cute_kernels._cache.config import CacheConfig
 from cute_kernels._cache.extend import Run
 from cute_kernels._cache.sequences import TILE
@@ -39,7 +40,7 @@ class Shard(CacheStorage):
         mine = tile % ranks == rank
         self.pool.page_table.copy_(torch.where(mine, row * share + tile // ranks, sequences * share + row))
         self._own = replace(self.pool, page_table=own)
-        self.share = page_pool.Share(torch.zeros_like(self.lengths), rank, ranks)
+        self.share = Share(torch.zeros_like(self.lengths), rank, ranks)
         self._share = self.share
 
     @property
