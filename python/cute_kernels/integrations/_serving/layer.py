@@ -18,14 +18,16 @@ class SparseKVLayer:
     def __init__(self, config: paged.PageConfig, scale: float, rows: int, device: torch.device) -> None:
         self.config = config
         self.scale = scale
-        self._window = {name: size.empty(device).zero_() for name, size in config.window_tensors(rows).items()}
+        sizes = config.window_tensors(rows)
+        del sizes["lengths"]  # of all layers together: `attach`
+        self._window = {name: size.empty(device).zero_() for name, size in sizes.items()}
         self._page_table: Tensor | None = None
         self._bound: tuple[int, torch.Size] | None = None
 
     @property
     def nbytes(self) -> int:
-        """Of windows, and of what a layer keeps beside the engine's blocks."""
-        pool = 0 if self._bound is None else self.pool.nbytes - self.pool.blocks.nbytes
+        """Of windows, and of what a layer keeps beside the engine's blocks and the tables of all layers."""
+        pool = self.pool.nbytes - self.pool.blocks.nbytes - self.pool.page_table.nbytes if self._bound else 0
         return sum(x.nbytes for x in self._window.values()) + pool
 
     def attach(self, page_table: Tensor, lengths: Tensor, window_lengths: Tensor) -> None:

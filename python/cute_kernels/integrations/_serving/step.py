@@ -111,6 +111,10 @@ class Steps:
         for layer, lengths, window_lengths in zip(layers, *self._lengths):
             layer.attach(self._page_table, lengths, window_lengths)
 
+    @property
+    def nbytes(self) -> int:
+        return self._page_table.nbytes + self._lengths.nbytes + self._rows.nbytes
+
     def step(
         self,
         request: np.ndarray,
