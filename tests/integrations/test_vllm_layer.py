@@ -83,7 +83,7 @@ def test_graph(rng):
     scheduler.layer.forward(warm, query, key, value, scheduler.kv_cache, output)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        scheduler.layer.forward(scheduler.steps.padding(4), query, key, value, scheduler.kv_cache, output)
+        scheduler.layer.forward(warm, query, key, value, scheduler.kv_cache, output)
     requests = [Request(row, rng.randrange(2, 130)) for row in (4, 0, 2)]
     scheduler.run([(request, request.prompt) for request in requests])
     for _ in range(100):

@@ -78,6 +78,8 @@ class SparsePagedCache(PagedAttentionCache):
         self._begun: set[str] = set()
         self._batch: list[tuple[str, int, int]] = []  # requests of the next step, tokens before it, new tokens
         self._step: Step | None = None
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # steps run on another stream
 
     @property
     def nbytes(self) -> int:
