@@ -38,9 +38,19 @@ def test_splits_and_lengths(backend, num_splits, rng):
     """Sequences of no token, of less than a tile, and of all tokens beside one another."""
     arguments = {"num_splits": num_splits, "dtype": rng.choice(oracle.DTYPES), "head_dim": 128, "keep": 38}
     for causal in (True, False):
-        check(backend, batch=4, groups=4, queries=70, tokens=900, seq_lens=[900, 0, 17, 640], causal=causal, **arguments)
         check(
-            backend, batch=3, queries=40, groups=4, tokens=400, window=100, seq_lens=[0, 400, 64], causal=causal, **arguments
+            backend, batch=4, groups=4, queries=70, tokens=900, seq_lens=[900, 0, 17, 640], causal=causal, **arguments
+        )
+        check(
+            backend,
+            batch=3,
+            queries=40,
+            groups=4,
+            tokens=400,
+            window=100,
+            seq_lens=[0, 400, 64],
+            causal=causal,
+            **arguments,
         )
 
 

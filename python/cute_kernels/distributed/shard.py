@@ -9,9 +9,9 @@ from torch import Tensor
 
 from cute_kernels._attention.problem import pack_problem
 from cute_kernels._cache import extend, page_pool
-from cute_kernels._cache.pool import Share
 from cute_kernels._cache.config import CacheConfig
 from cute_kernels._cache.extend import Run
+from cute_kernels._cache.pool import Share
 from cute_kernels._cache.sequences import TILE
 from cute_kernels._cache.storage import CacheStorage
 from cute_kernels._runtime.extension import _C
