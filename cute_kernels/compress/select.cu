@@ -89,15 +89,16 @@ struct LaneScaling {
 };
 
 // CTAs of an SM, which bounds their registers; shared memory fits about as many.
-template <int Words>
+template <int Words, bool kScales>
 constexpr int kResident = Words == 2   ? 28
                           : Words == 4 ? 20
+                          : kScales    ? 10
                                        : 11;
 
 // A CTA takes every gridDim.x-th tile. Rows of its next half tile arrive while it selects: by then this half tile's
 // are in registers. With scales or `pruned`, they are read once more first.
 template <int Words, bool kBFloat16, bool kScales>
-__global__ void __launch_bounds__(32, kResident<Words>)
+__global__ void __launch_bounds__(32, kResident<Words, kScales>)
     select_kernel(DenseView x, int keep, bool vectors, unsigned tiles, uint32_t* masks, int32_t* counts,
                   uint16_t* pruned, LaneScaling scaling) {
   __shared__ SelectStorage<Words> s;
