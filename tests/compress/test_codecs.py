@@ -65,7 +65,7 @@ def test_every_finite_value_is_rounded(dtype, role, codec, rng):
 def test_what_is_stored_is_the_pruned_cache_rounded(shape, dtype, role, codec, rng):
     """What is kept does not depend on the codec: pruning is by the exact magnitudes."""
     make = rng.choice([oracle.gaussian, oracle.lognormal_channels])
-    x = make(*shape, dtype=dtype) * rng.choice([1e-2, 1.0, 300.0])
+    x = (make(*shape, dtype=dtype) * rng.choice([1e-2, 1.0, 300.0])).clamp(-6e4, 6e4)
     keep = rng.choice([None, 1, shape[3] // 3 or 1, shape[3]])
     kv, whole = (ck.compress(x, role=role, keep=keep, codec=name) for name in (codec, None))
     exact = oracle.narrow(x, keep, codec)
