@@ -1,6 +1,5 @@
 // The order of elements in the prefill kernel's operands: a bijection, the same for K's tokens and V's, and stores of
 // 16 bytes a lane that meet no bank twice.
-#include "cute_kernels/format/tile/bitmap.hpp"
 #include "cute_kernels/ops/attention/prefill/operand_layout.hpp"
 
 #include <cutlass/numeric_types.h>
@@ -11,6 +10,7 @@
 #include <set>
 
 #include "check.hpp"
+#include "cute_kernels/format/tile/bitmap.hpp"
 
 using namespace cute;
 using namespace cute_kernels;
