@@ -352,7 +352,7 @@ def test_sanitizers_are_not_for_gpu_kernels(setup_py):
 def make(*arguments: str) -> str:
     if shutil.which("make") is None:
         pytest.skip("make is not installed")
-    environment = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
+    environment = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "NVCC")}
     command = ["make", *arguments]
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
