@@ -120,17 +120,18 @@ template <Role kRole, int HeadDim>
 __global__ void __launch_bounds__(kThreads) load_kernel(SparseView view, TileRun run, uint16_t* out, int32_t* error) {
   extern __shared__ __align__(128) uint8_t shared[];
   auto& s = *reinterpret_cast<UnpackStorage<HeadDim>*>(shared);
-  int head = blockIdx.x / run.tiles, tile = blockIdx.x % run.tiles, values = kTileTokens * view.head_dim;
-  int64_t slot = find_slot(view, run.sequence, head, run.first_tile + tile);
-  uint16_t* to = out + int64_t{blockIdx.x} * values;
+  int head = blockIdx.x / run.tiles, values = kTileTokens * view.head_dim;
+  int64_t slot = find_slot(view, run.sequence, head, run.first_tile + blockIdx.x % run.tiles);
   if (slot == kNoSlot) {
+    uint16_t* to = out + int64_t{blockIdx.x} * values;
+#pragma unroll 1
     for (int i = threadIdx.x; i < values; i += kThreads) to[i] = 0;
     if (threadIdx.x == 0) *error = 1;
     return;
   }
   unpack_tile<kRole>(s, view.blocks + view.first_row(slot) * kLanes, view.rows(slot),
                      view.token_order + slot * kTileTokens, view.channel_order_of(run.sequence, head), kTileTokens,
-                     view.head_dim, to);
+                     view.head_dim, out + int64_t{blockIdx.x} * kTileTokens * view.head_dim);
 }
 
 }  // namespace
