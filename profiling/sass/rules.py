@@ -6,8 +6,7 @@
   copies in bulk and multiplies with WGMMAs of 64 x N x 16 whose A operand is in registers and which ptxas did not
   serialize (its notes C75xx).
 * What copies in bulk takes p of sparse_av by tensor copies (UTMALDG).
-* prefill_kernel copies in bulk, gives registers from decoders to consumers (USETMAXREG) and multiplies with WGMMAs of
-  64 x N x 16, K and V as operand B, which ptxas did not serialize.
+* prefill_kernel copies in bulk and multiplies with WGMMAs of 64 x N x 16, which ptxas did not serialize.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ def _broken(kernel: Kernel) -> list[str]:
 
 def _broken_prefill(kernel: Kernel) -> list[str]:
     counts = kernel.code.counts
-    lines = [f"no {name}" for name in ("UBLKCP", "USETMAXREG", "HGMMA") if not counts[name]]
+    lines = [f"no {name}" for name in ("UBLKCP", "HGMMA") if not counts[name]]
     if sum(n for name, n in counts.items() if PREFILL_HGMMA_SHAPE.fullmatch(name)) != counts["HGMMA"]:
         lines.append("HGMMA of another shape than 64 x N x 16")
     return lines + _broken_serialized(kernel)

@@ -217,6 +217,7 @@ def test_rules_that_hold():
                 kernel("sm90::sparse_qk_warps<Traits>", BULK + MMA),
                 kernel("sm80::sparse_qk_kernel<Traits>", COPY + MMA),
                 kernel("combine_partials<Traits>", "        /*0000*/  EXIT ;\n"),
+                kernel("prefill_kernel<Traits>", BULK + PIPELINED),
             ]
         )
         == []
@@ -231,6 +232,9 @@ def test_rules_that_hold():
         kernel("pack_kernel", ""),
         kernel("sm80::sparse_av_kernel<Traits>", COPY),
         kernel("sparse_av_clusters<Traits>", COPY + MMA),
+        kernel("prefill_kernel<Traits>", PIPELINED),
+        kernel("prefill_kernel<Traits>", BULK),
+        kernel("prefill_kernel<Traits>", BULK + PIPELINED.replace("64x8x16", "64x8x8")),
     ],
 )
 def test_rules_that_do_not(broken):
