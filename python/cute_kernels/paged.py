@@ -236,7 +236,7 @@ def append(
 def extend(
     pool: Pool,
     windows: Windows,
-    lengths: Tensor,
+    lengths: Tensor | None,
     k: Tensor,
     v: Tensor,
     *,
@@ -249,7 +249,7 @@ def extend(
 
     k, v: (1, Hkv, T, D) in the pool's dtype, any strides but 1 in the last dimension.
     sequence: its number. compressed, window: what lengths[sequence] and windows.lengths[sequence] are; both are set to
-        what they become.
+        what they become, unless lengths is None: then the caller sets them.
 
     Tiles without a page are left out, and `pool.error` is set.
 
@@ -263,7 +263,8 @@ def extend(
     cache_checks.new_tokens(pool, k, v)
     if k.shape[0] != 1:
         raise ValueError(f"k must have one row, got shape {tuple(k.shape)}")
-    _check_lengths(lengths, pool)
+    if lengths is not None:
+        _check_lengths(lengths, pool)
     number = checks.integer(sequence, "sequence")
     if not 0 <= number < pool.sequences:
         raise ValueError(f"sequence must be from 0 to {pool.sequences - 1}, got {number}")

@@ -110,8 +110,8 @@ def store_run(
         store(keys, values, tiles.first, choose and tiles.stored == mixed)
 
 
-def settle_run(windows: Windows, lengths: Tensor, k: Tensor, v: Tensor, run: Run, tiles: Tiles) -> None:
-    """Windows and lengths after `store_run` of the same."""
+def settle_run(windows: Windows, lengths: Tensor | None, k: Tensor, v: Tensor, run: Run, tiles: Tiles) -> None:
+    """Windows and, unless None, lengths of both after `store_run` of the same."""
     rows = slice(run.row, run.row + run.count)
     gone = tiles.leaving * TILE_TOKENS
     left = run.window + run.tokens - gone
@@ -121,5 +121,6 @@ def settle_run(windows: Windows, lengths: Tensor, k: Tensor, v: Tensor, run: Run
             window[rows, :, run.window : left].copy_(x)
         else:
             window[rows, :, :left].copy_(x[:, :, begin:] if begin >= 0 else torch.cat([old[:, :, begin:], x], dim=2))
-    lengths[rows].fill_(run.compressed + gone)
-    windows.lengths[rows].fill_(left)
+    if lengths is not None:
+        lengths[rows].fill_(run.compressed + gone)
+        windows.lengths[rows].fill_(left)
