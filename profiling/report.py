@@ -18,10 +18,12 @@ from profiling.generation import readme as generation_readme
 from profiling.generation import rows as generation
 from profiling.rows import Row
 from profiling.scaling import rows as scaling
+from profiling.serving_load import rows as load
 
 GENERATED = f"{generation.NAME}*.json"
 SCALING = f"{scaling.NAME}*.json"
 SCALING_GENERATED = f"{scaling.NAME}-{GENERATED}"  # over several GPUs, so not beside those of one in the documentation
+LOAD = f"{load.NAME}*.json"
 ACCURACY = Path("accuracy", "accuracy.json")  # of profiling.recipes.associative_recall
 DOCS = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 
@@ -92,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def sweep_files(folder: Path) -> list[Path]:
-    others = {folder / DECODE_FILE, *folder.glob(GENERATED), *folder.glob(SCALING)}
+    others = {folder / DECODE_FILE, *folder.glob(GENERATED), *folder.glob(SCALING), *folder.glob(LOAD)}
     return sorted(set(folder.glob("*.json")) - others)
 
 
@@ -104,6 +106,12 @@ def folder_rows(folder: Path) -> list[Row]:
 def generation_rows(folder: Path) -> list[generation.Row]:
     """The newest row of each case in what `python -m profiling.generate` wrote; ValueError for a file without rows."""
     return rows.newest(row for path in sorted(folder.glob(GENERATED)) for row in generation.read(path))
+
+
+def load_rows(folder: Path) -> list[load.Row]:
+    """Of the file load.json alone: one load."""
+    path = folder / f"{load.NAME}.json"
+    return load.read(path) if path.is_file() else []
 
 
 # ---- Tables, CSV and plots -------------------------------------------------------------------------------------------
@@ -125,6 +133,10 @@ def write_tables(folder: Path, target: Path) -> int:
         made = generation.read(path)
         generation.write_csv(made, target / f"{path.stem}.csv")
         count += _write_table(generation.markdown(made), target / f"{path.stem}.md")
+    for path in sorted(folder.glob(LOAD)):
+        served = load.read(path)
+        load.write_csv(served, target / f"{path.stem}.csv")
+        count += _write_table(load.markdown(served), target / f"{path.stem}.md")
     if (folder / ACCURACY).is_file():
         from profiling.recipes import associative_recall as recipe
 
@@ -150,6 +162,8 @@ def _plots(folder: Path, target: Path, names: Sequence[str] = plots.NAMES) -> li
             )
         if names == plots.NAMES and (folder / ACCURACY).is_file():
             print(f"wrote {plots.draw_accuracy(records.read(folder / ACCURACY), target)}")
+        if names == plots.NAMES and any(row.users for row in load_rows(folder)):
+            print(f"wrote {plots.draw_load(load_rows(folder), target)}")
     except plots.PlotsError as error:
         return [f"no plots: {error}"]
     return []
@@ -163,6 +177,7 @@ def committed_plots(folder: Path) -> dict[str, Path]:
     return {
         **{name: folder / "plots" / f"{name}.png" for name in plots.NAMES},
         ACCURACY.stem: folder / ACCURACY.parent / "plots" / f"{ACCURACY.stem}.png",
+        load.NAME: folder / "plots" / f"{load.NAME}.png",
     }
 
 
@@ -173,9 +188,11 @@ def _shown_plots(folder: Path, text: str) -> list[str]:
         for name, path in committed_plots(folder).items()
         if path.resolve().is_relative_to(ROOT) and path.resolve().relative_to(ROOT).as_posix() in text
     ]
-    problems = _plots(folder, folder / "plots", [name for name in shown if name != ACCURACY.stem])
+    problems = _plots(folder, folder / "plots", [name for name in shown if name in plots.NAMES])
     if ACCURACY.stem in shown and not problems:
         plots.draw_accuracy(records.read(folder / ACCURACY), folder / ACCURACY.parent / "plots")
+    if load.NAME in shown and not problems:
+        plots.draw_load(load_rows(folder), folder / "plots")
     return problems
 
 

@@ -55,6 +55,18 @@ def draw_accuracy(rows: Sequence[Mapping[str, Any]], folder: Path) -> Path:
         return style.save(accuracy.figure(rows), folder, "accuracy")
 
 
+def draw_load(rows: Sequence[Any], folder: Path) -> Path:
+    """Writes load.png of rows of profiling.serving_load.
+
+    Raises:
+        PlotsError: matplotlib is missing.
+    """
+    with _matplotlib():
+        from profiling.plots import load, style
+    with style.settings():
+        return style.save(load.figure(rows), folder, "load")
+
+
 @contextmanager
 def _matplotlib() -> Iterator[None]:
     try:

@@ -10,6 +10,7 @@ from profiling import records
 from profiling.tables import aligned, filled, markdown_table
 
 NAME = "load"
+DENSE = ("sdpa", "flash")  # sides
 OF_A_RUN = (
     *("model", "prompt", "answer", "spread", "longest", "memory", "under_way_at_most", "step_tokens", "sparsity"),
     *("prefix", "device", "torch", "transformers", "driver", "isa", "commit", "timestamp", "command"),
@@ -60,13 +61,13 @@ class Row:
 
     def beside(self, rows: Sequence[Row]) -> list[Row]:
         """The dense rows of the same load."""
-        return [r for r in rows if r.side in ("sdpa", "flash") and r.case[1:] == self.case[1:]]
+        return [r for r in rows if r.side in DENSE and r.case[1:] == self.case[1:]]
 
 
 def ratio(row: Row, rows: Sequence[Row], field: str) -> float | None:
     """Of a sparse row to the best of the dense rows beside it; of times, how many times as long."""
     dense = row.beside(rows)
-    if row.side in ("sdpa", "flash") or not dense:
+    if row.side in DENSE or not dense:
         return None
     best = max if field == "tokens_per_s" else min
     return getattr(row, field) / best(getattr(other, field) for other in dense)

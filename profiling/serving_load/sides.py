@@ -9,11 +9,11 @@ from typing import Any
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from cute_kernels.integrations.transformers import batching
+from profiling.serving_load.rows import DENSE
 
 BLOCK_TOKENS = 64
 GRAPHS, EAGER, SDPA, FLASH = "sparse", "sparse-eager", "sdpa", "flash"
 SIDES = (GRAPHS, EAGER, SDPA, FLASH)
-DENSE = (SDPA, FLASH)
 _ATTENTION = {SDPA: "paged|sdpa", FLASH: "paged|flash_attention_2"}
 
 
@@ -21,8 +21,10 @@ def missing(side: str, on_gpu: bool) -> str:
     """Why a side cannot run here; "" if it can."""
     if side == FLASH and importlib.util.find_spec("flash_attn") is None:
         return "flash-attn is not installed"
-    if side in (GRAPHS, *DENSE) and not on_gpu:
+    if side in (GRAPHS, FLASH) and not on_gpu:
         return "it needs a GPU"
+    if side == SDPA and not on_gpu and importlib.util.find_spec("psutil") is None:
+        return "psutil is not installed, with which Transformers looks for memory"
     return ""
 
 
