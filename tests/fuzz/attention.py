@@ -57,7 +57,7 @@ def run(case: Case) -> None:
                 backend=name,
             )
     factor = head_dim**-0.5 if scale is None else scale
-    _compare(case, out, lse, q, dense, factor, window, lengths, causal)
+    compare(case, out, lse, q, dense, factor, window, lengths, causal)
 
 
 def _lengths(case: Case, batch: int, tokens: int) -> list[int] | None:
@@ -94,7 +94,7 @@ def _compressed(
     return keys, ck.compress(v, role="value", codec=codecs[1], **amount)
 
 
-def _compare(
+def compare(
     case: Case,
     out: Tensor,
     lse: Tensor,
