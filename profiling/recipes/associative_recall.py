@@ -6,7 +6,8 @@
 Rows (accuracy in percent of the tokens that follow from the context) go to build/profiling/<device>/accuracy/ as
 accuracy.json; with --commit-results, to profiling/results/<device>/accuracy/. python -m profiling.report makes the
 table, CSV and the plot of them. Every rule prunes keys, values or both: the context is prefilled, its tokens older than
-the window are pruned, and what follows is read 16 tokens at a time. Needs the extra `eval`.
+the window are pruned, and what follows is read 16 tokens at a time. Then magnitude prunes what eviction of tokens with
+little attention leaves (H2O). Needs the extra `eval`.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ except ImportError as error:
 
 RULES = ("magnitude", "output-aware", "channel-magnitude", "think", "random")
 SPARSITIES = (0.5, 0.7, 0.8, 0.9)
+EVICTED = (0.1, 0.25, 0.5)  # shares of the context
 CHUNK = 16
 COMMAND = "python -m profiling.recipes.associative_recall"
 NAME = "accuracy"
@@ -72,7 +74,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.save:
             model.save_pretrained(args.save)
         model = model.to(torch.bfloat16 if device.type == "cuda" else torch.float32)
-        settings = grid(RULES, PARTS, SPARSITIES)
+        settings = grid(RULES, PARTS, SPARSITIES) + [
+            setting for setting in grid(("magnitude",), ("both",), SPARSITIES, evictions=EVICTED) if setting.evicted
+        ]
         rows = evaluate(model, size, settings, args, where, learnt)
     except (ValueError, RuntimeError) as error:
         print(f"{COMMAND}: error: {error}", file=sys.stderr)

@@ -95,6 +95,16 @@ def test_grid():
     assert [s.name for s in grid(["magnitude"], ["both"], [0.0, 0.5, 0.5])] == ["dense", "magnitude-both-0.5"]
 
 
+def test_evictions():
+    settings = grid(["magnitude"], ["both"], [0.5, (0.5, 0.7)], evictions=[0.0, 0.25])
+    assert [s.name for s in settings] == [
+        *("dense", "h2o-0.25", "magnitude-both-0.5", "magnitude-k0.5-v0.7"),
+        *("h2o-0.25+magnitude-both-0.5", "h2o-0.25+magnitude-k0.5-v0.7"),
+    ]
+    with pytest.raises(ValueError, match="--cache sparse evicts no tokens"):
+        models.check([settings[1]], "sparse")
+
+
 @pytest.mark.parametrize(
     "wrong, message",
     [
@@ -103,6 +113,7 @@ def test_grid():
         ({"key_sparsity": 1.0}, "key_sparsity must be from 0 to below 1"),
         ({"value_sparsity": -1}, "value_sparsity must be from 0 to below 1"),
         ({"window": -1}, "window must be .* got -1"),
+        ({"evicted": 1.0}, "evicted must be from 0 to below 1"),
     ],
     ids=str,
 )
@@ -131,7 +142,7 @@ def feed(layer, k, v, lengths, queries=None):
         piece = slice(first, first + length)
         given.append([x.clone() for x in layer.update(k[:, :, piece], v[:, :, piece])])
         if queries is not None:
-            layer.observe(queries[:, :, piece], 0.25)
+            layer.observe(queries[:, :, piece], k[:, :, : first + length], 0.25)
         first += length
     return given
 
@@ -241,6 +252,46 @@ def test_answers_come_from_the_pruned_cache(model, rng):
     assert torch.equal(got, torch.cat(said, dim=1))
     dense = answer(model, models.cache_maker(model, DENSE), context, question, 5)
     assert not torch.equal(got, dense)
+
+
+@pytest.mark.parametrize("sparsity", [0.0, 0.5])
+def test_answers_come_from_what_eviction_leaves(folder, sparsity, rng):
+    """Against a cache of Transformers' own, from which the attention that it returns takes tokens."""
+    from transformers import DynamicCache
+
+    from cute_kernels.eval.decoding import answer
+
+    model = models.load_model(folder, torch.device("cpu"))
+    setting = Setting(key_sparsity=sparsity, value_sparsity=sparsity, window=4, evicted=0.4)
+    context, question = torch.randint(3, 90, (2, 30)), torch.randint(3, 90, (2, 6))
+    model.set_attn_implementation("eager")
+    cache, pruned, said = DynamicCache(config=model.config), 0, []
+    with torch.inference_mode():
+        weights = model(context, past_key_values=cache, output_attentions=True).attentions
+        for layer, got in zip(cache.layers, weights):
+            heads = layer.keys.shape[1]
+            mass = got.unflatten(1, (heads, -1)).sum((2, 3))  # (B, Hkv, T)
+            for b in range(2):
+                for h in range(heads):
+                    recent = range(30 - 9, 30)  # half of the 18 that stay
+                    heavy = mass[b, h, :21].argsort(descending=True)[:9].tolist()
+                    stay = torch.tensor([*sorted(heavy), *recent])
+                    for x in (layer.keys, layer.values):
+                        x[b, h, :18] = x[b, h, stay]
+            layer.keys, layer.values = layer.keys[:, :, :18], layer.values[:, :, :18]
+        for ids, place in ((question, 30), (None, 36), (None, 37), (None, 38)):
+            end = cache.get_seq_length() - 4
+            for layer in cache.layers if sparsity else ():
+                for x in (layer.keys, layer.values):
+                    old = x[:, :, pruned:end]
+                    old.scatter_(-1, old.abs().argsort(-1)[..., : 16 - kept_elements(16, sparsity)], 0)
+            pruned = end
+            ids = said[-1] if ids is None else ids
+            positions = torch.arange(place, place + ids.shape[1])[None]
+            logits = model(ids, past_key_values=cache, position_ids=positions).logits
+            said.append(logits[:, -1].argmax(-1, keepdim=True))
+    models.prepare(model, [setting], "pruned")
+    assert torch.equal(answer(model, models.cache_maker(model, setting), context, question, 4), torch.cat(said, dim=1))
 
 
 @pytest.mark.parametrize("name", ["output-aware", "think", "random", "magnitude"])

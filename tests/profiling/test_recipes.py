@@ -57,7 +57,8 @@ def test_a_short_run(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "model" / "config.json").is_file()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["accuracy.json", "model"]
     rows = records.read(tmp_path / "accuracy.json")
-    assert len(rows) == 2 * (1 + len(recipe.RULES) * 3 * len(recipe.SPARSITIES))
+    evicted = len(recipe.EVICTED) * (1 + len(recipe.SPARSITIES))
+    assert len(rows) == 2 * (1 + len(recipe.RULES) * 3 * len(recipe.SPARSITIES) + evicted)
     assert {(r["task"], r["samples"]) for r in rows} == {("recall", 3 * 31), ("copying", 3 * 62)}
     assert all(0 <= r["value"] <= 100 and r["context"] == 64 and "--quick" in r["command"] for r in rows)
     assert "| dense |" in recipe.markdown(rows) and "| dense |" in capsys.readouterr().out
@@ -89,7 +90,13 @@ def test_what_is_learnt_is_measured():
         logits = torch.nn.functional.one_hot(torch.roll(said, -1, 1)[:, first:last], 19).float()
         return SimpleNamespace(logits=logits[:, -1:] if logits_to_keep else logits)
 
-    caches = lambda *_: lambda: SimpleNamespace(seen=0)  # noqa: E731
+    class Cache:
+        seen = 0
+
+        def get_seq_length(self) -> int:
+            return self.seen
+
+    caches = lambda *_: Cache  # noqa: E731
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recipe.models, "cache_maker", caches)
         measured = recipe.accuracies(model, DENSE, {"recall": drawn}, 4)

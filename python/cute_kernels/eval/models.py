@@ -60,6 +60,8 @@ def check(settings: Sequence[Setting], cache: str) -> None:
     if cache not in CACHES:
         raise ValueError(f"cache must be one of {', '.join(CACHES)}, got {cache!r}")
     for setting in settings if cache == "sparse" else ():
+        if setting.evicted:
+            raise ValueError("--cache sparse evicts no tokens: take --cache pruned, or SparseKVCache.from_cache")
         if setting.part == "none":
             continue
         for name in [name for name, sparsity in map(setting.rule_of, ("key", "value")) if sparsity]:
@@ -88,15 +90,14 @@ def check_dtype(folder: Path, dtype: str, cache: str) -> None:
 
 
 def prepare(model: Any, settings: list[Setting], cache: str) -> None:
-    """Checks that every setting can be evaluated on this model and cache, and shows queries to rules that want them."""
+    """Checks that every setting can be evaluated on this model and cache, and shows queries to what wants them."""
     check(settings, cache)
     for setting in settings:
         cache_maker(model, setting, cache)()
     if cache == "pruned" and any(
-        rules.needs(setting.rule_of(role)[0], role)
+        setting.evicted or (setting.rule_of(role)[1] and rules.needs(setting.rule_of(role)[0], role))
         for setting in settings
         for role in ("key", "value")
-        if setting.rule_of(role)[1]
     ):
         from cute_kernels.eval import pruned_cache
 
