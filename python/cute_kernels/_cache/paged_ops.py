@@ -85,7 +85,8 @@ def attend(
     if not out.numel():
         return
     if name == "reference":
-        _attend_reference(q, pool, windows, lengths, sequences, scale, causal, out, lse)
+        rows = range(q.shape[0]) if sequences is None else sequences.tolist()
+        attend_reference(q, [_tokens(pool, windows, lengths, row) for row in rows], scale, causal, out, lse)
         return
     q = checks.plain(q)
     window = None if windows is None else windows.attention_window
@@ -93,26 +94,13 @@ def attend(
     launch_problem(problem, q, out, lse, name, sequences=sequences, lengths=lengths)
 
 
-def _attend_reference(
-    q: Tensor,
-    pool: Pool,
-    windows: Windows | None,
-    lengths: Tensor,
-    sequences: Tensor | None,
-    scale: float,
-    causal: bool,
-    out: Tensor,
-    lse: Tensor | None,
-) -> None:
-    caches = []
-    for sequence in range(q.shape[0]) if sequences is None else sequences.tolist():
-        k, v = page_pool.load(pool, sequence, 0, int(lengths[sequence]) // TILE_TOKENS)
-        if windows is not None:
-            held = int(windows.lengths[sequence])
-            k = torch.cat([k, windows.keys[sequence, :, :held]], dim=1)
-            v = torch.cat([v, windows.values[sequence, :, :held]], dim=1)
-        caches.append((k, v))
-    attend_reference(q, caches, scale, causal, out, lse)
+def _tokens(pool: Pool, windows: Windows | None, lengths: Tensor, sequence: int) -> tuple[Tensor, Tensor]:
+    """K and V of one sequence, dense; reads lengths on the host."""
+    k, v = page_pool.load(pool, sequence, 0, int(lengths[sequence]) // TILE_TOKENS)
+    if windows is None:
+        return k, v
+    held = int(windows.lengths[sequence])
+    return torch.cat([k, windows.keys[sequence, :, :held]], 1), torch.cat([v, windows.values[sequence, :, :held]], 1)
 
 
 # ---- torch.ops.cute_kernels ------------------------------------------------------------------------------------------
