@@ -1,4 +1,4 @@
-"""The evaluation: scores by hand, pruned caches against the rules' definition, and answers of tiny random models."""
+"""The evaluation: scores, pruned caches against the rules' definition, and answers of tiny random models."""
 
 from __future__ import annotations
 
@@ -16,56 +16,7 @@ from tests.support import oracle
 # ---- Scores ----------------------------------------------------------------------------------------------------------
 
 
-def test_f1():
-    assert metrics.qa_f1("The Cat, sat!", "a cat sat") == 1
-    assert metrics.qa_f1("cat dog bird", "the dog") == pytest.approx(2 * (1 / 3) * 1 / (1 / 3 + 1))
-    assert metrics.qa_f1("cat cat", "cat") == pytest.approx(2 * 0.5 * 1 / 1.5)
-    assert metrics.qa_f1("", "cat") == metrics.qa_f1("the", "the") == 0
-
-
-def test_classification():
-    classes = ("Food", "Animal food", "Color", "Other")
-    assert metrics.classification("Type: Color", "Color", classes) == 1
-    assert metrics.classification("Color or Other", "Color", classes) == 0.5
-    assert metrics.classification("Other", "Color", classes) == 0
-    assert metrics.classification("Best: Disease and Dis", "Disease", ("Dis", "Disease")) == 1  # part of the right name
-
-
-def test_counts_and_paragraphs():
-    assert metrics.count("5, 7 and 5", "5") == pytest.approx(2 / 3)
-    assert metrics.count("none", "5") == 0
-    assert metrics.retrieval("Paragraph 12", "Paragraph 12") == 1
-    assert metrics.retrieval("段落3 or 4", "段落3") == 0.5
-    with pytest.raises(ValueError, match="must name a paragraph"):
-        metrics.retrieval("3", "three")
-
-
-def test_rouge():
-    pytest.importorskip("rouge", reason="needs the extra eval")
-    assert metrics.rouge_l("the cat sat", "the cat sat") == pytest.approx(1)
-    # longest common subsequence "police killed gunman" without "the": 2 of 4 and 2 of 4 words
-    assert metrics.rouge_l("police kill the gunman", "police killed the gunman") == pytest.approx(3 / 4)
-    assert metrics.rouge_l("", "a") == metrics.rouge_l(" .\n", "a") == metrics.rouge_l("a", "") == 0
-    long = " ".join(str(i % 500) for i in range(900))
-    assert 0 < metrics.rouge_l(long, long[200:]) <= 1
-
-
-def test_code():
-    pytest.importorskip("rapidfuzz", reason="needs the extra eval")
-    assert metrics.code_similarity("# comment\n```\nreturn x", "return x") == 1
-    assert metrics.code_similarity("abcd", "abce") == 0.75  # 2 * 3 / 8
-    assert metrics.code_similarity("", "") == metrics.code_similarity("# only", "x = 1") == 0
-
-
-def test_chinese():
-    pytest.importorskip("jieba", reason="needs jieba, for the Chinese data sets")
-    assert metrics.qa_f1_chinese("北京。", "北京") == 1
-
-
-def test_suites():
-    assert metrics.longbench("triviaqa", "\nParis\nQuestion: next", ["paris", "rome"], ()) == 1
-    assert metrics.longbench("hotpotqa", "Paris\nrome", ["paris"], ()) < 1
-    assert metrics.longbench("hotpotqa", "Paris", [], ()) == 0
+def test_ruler():
     assert metrics.ruler("niah_single_1", "it is 123 and ABC", ["123", "abc", "9", "8"]) == 0.5
     assert metrics.ruler("qa_1", "it is 123", ["123", "456"]) == 1
     assert metrics.ruler("vt", "x\x00y", ["x\ny"]) == 1

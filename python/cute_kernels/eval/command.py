@@ -17,7 +17,7 @@ import torch
 
 from cute_kernels import __version__
 from cute_kernels.eval import arguments as arguments_module
-from cute_kernels.eval import benchmarks, models, perplexity, recall, results
+from cute_kernels.eval import benchmarks, metrics, models, perplexity, recall, results
 from cute_kernels.eval.settings import Setting, grid
 
 Measured = dict[str, tuple[float, int]]  # row's task -> value, number of samples
@@ -57,6 +57,7 @@ class Evaluation:
         models.check_folder(args.model)
         self.suites: list[benchmarks.Task] = []
         if "longbench" in args.tasks:
+            metrics.require_longbench()
             self.suites += benchmarks.longbench(args.longbench, args.limit)
         if "ruler" in args.tasks:
             self.suites += benchmarks.ruler(args.ruler, args.limit)
