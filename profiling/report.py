@@ -18,6 +18,7 @@ from profiling.generation import readme as generation_readme
 from profiling.generation import rows as generation
 from profiling.rows import Row
 from profiling.scaling import rows as scaling
+from profiling.serving_load import readme as load_readme
 from profiling.serving_load import rows as load
 
 GENERATED = f"{generation.NAME}*.json"
@@ -204,6 +205,7 @@ def blocks(found: Sequence[Path]) -> list[tuple[str, str, Callable[[Path], str]]
     """
     figures = {folder: [row for row in folder_rows(folder) if row.multiprocessors] for folder in found}
     made = {folder: [row for row in generation_rows(folder) if row.peak_bytes is not None] for folder in found}
+    served = {folder: [row for row in load_rows(folder) if not row.isa] for folder in found}
     return [
         (
             readme.BEGIN,
@@ -215,6 +217,13 @@ def blocks(found: Sequence[Path]) -> list[tuple[str, str, Callable[[Path], str]]
             generation_readme.END,
             lambda document: generation_readme.table_block(
                 made[_newest(made)], _link(_newest(made) / f"{generation.NAME}.json", document)
+            ),
+        ),
+        (
+            load_readme.BEGIN,
+            load_readme.END,
+            lambda document: load_readme.table_block(
+                served[_newest(served)], _link(_newest(served) / f"{load.NAME}.json", document)
             ),
         ),
     ]
@@ -248,7 +257,7 @@ def update_docs(found: Sequence[Path], documents: Sequence[Path]) -> list[str]:
     return problems
 
 
-def _newest(found: Mapping[Path, Sequence[Row] | Sequence[generation.Row]]) -> Path:
+def _newest(found: Mapping[Path, Sequence[Row] | Sequence[generation.Row] | Sequence[load.Row]]) -> Path:
     measured = {folder: its_rows for folder, its_rows in found.items() if its_rows}
     if not measured:
         raise readme.ReadmeError("no rows of a GPU")

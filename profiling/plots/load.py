@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from matplotlib.figure import Figure
@@ -10,8 +11,14 @@ from matplotlib.ticker import NullFormatter
 from profiling.plots import style
 from profiling.serving_load.rows import DENSE, Row
 
-_COLORS = {"sparse": style.BLUE, "sparse-eager": style.GREEN, "sdpa": style.RED, "flash": style.ORANGE}
-_LABELS = {"sparse": "sparse, graphs", "sparse-eager": "sparse", "sdpa": "paged|sdpa", "flash": "paged|flash"}
+_COLORS = {"sparse": style.BLUE, "sparse-eager": style.GREEN, "sdpa": style.ORANGE, "sdpa-no-cudnn": style.RED}
+_LABELS = {
+    "sparse": "sparse, graphs",
+    "sparse-eager": "sparse",
+    "sdpa": "paged|sdpa",
+    "sdpa-no-cudnn": "paged|sdpa, no cuDNN",
+    "flash": "paged|flash",
+}
 
 
 def figure(rows: Sequence[Row]) -> Figure:
@@ -22,7 +29,7 @@ def figure(rows: Sequence[Row]) -> Figure:
     values = (
         lambda row: row.tokens_per_s,
         lambda row: row.used / 2**30,
-        lambda row: row.first_token_p99_ms / 1e3,
+        lambda row: math.nan if row.first_token_p99_ms is None else row.first_token_p99_ms / 1e3,
     )
     for axis, title, value in zip(axes, titles, values, strict=True):
         for side in dict.fromkeys(row.side for row in loads):
@@ -32,13 +39,15 @@ def figure(rows: Sequence[Row]) -> Figure:
                 [row.under_way if axis is not axes[2] else row.users for row in mine],
                 [value(row) for row in mine],
                 line + "o",
-                color=_COLORS[side],
+                color=_COLORS.get(side, style.PURPLE),
                 label=_LABELS[side],
             )
         axis.set_title(title)
         axis.set_xlabel("requests under way" if axis is not axes[2] else "users")
-        axis.set_ylim(bottom=0)
-    axes[1].axhline(loads[0].memory / 2**30, color=style.GREY, linestyle=":", label="budget of cache")
+    budget = loads[0].memory / 2**30
+    axes[1].axhline(budget, color=style.GREY, linestyle=":", label="budget of cache")
+    axes[0].set_ylim(bottom=0)
+    axes[1].set_ylim(0, 1.05 * budget)
     users = sorted({row.users for row in loads})
     axes[2].set_xscale("log", base=2)
     axes[2].set_xticks(users, [str(count) for count in users])

@@ -9,7 +9,7 @@ turn, each number for a window of time. Time to first token counts from sending 
 requests between their first and last token. A request that hits a prefix is alone.
 
 Sides: sparse, CUDA graphs for steps of decoding; sparse-eager, without; sdpa and flash, Transformers' own attention, as
-it comes. All but sparse-eager need a GPU.
+it comes; sdpa-no-cudnn, without cuDNN, which makes a plan for every new length. sparse and flash need a GPU.
 
 Exit status: 0 all measured, 1 a side failed, 2 wrong arguments or something missing, 130 interrupted (the rows finished
 so far are written).
@@ -36,7 +36,7 @@ from profiling.serving_load.requests import Lengths, Requests
 from profiling.serving_load.rows import Row
 
 EXIT_OK, EXIT_FAILED, EXIT_MISSING, EXIT_INTERRUPTED = 0, 1, 2, 130
-SIDES = ("sparse", "sparse-eager", "sdpa", "flash")
+SIDES = ("sparse", "sparse-eager", *rows.DENSE)
 TINY = {
     "vocab_size": 512,
     "hidden_size": 256,
@@ -127,7 +127,7 @@ class Measurement:
         lengths = Lengths(args.prompt, args.answer, args.spread, args.longest)
         sizes = sides.Sizes(args.memory_mib << 20, args.under_way, args.step_tokens, args.sparsity)
         requests = Requests(lengths, model.config.get_text_config().vocab_size, args.seed)
-        with Session(sides.make(model, side, sizes), requests) as session:
+        with sides.attention(side), Session(sides.make(model, side, sizes), requests) as session:
             if prefix:
                 miss, hit = session.prefix_hits(args.prefix, TAIL, REPEATS)
                 self._add(side, 0, first_token_p50_ms=hit * 1e3, first_tokens=REPEATS, miss_ms=miss * 1e3)
@@ -137,8 +137,8 @@ class Measurement:
                     side,
                     count,
                     tokens_per_s=load.tokens / load.seconds,
-                    first_token_p50_ms=load.first_token_p50 * 1e3,
-                    first_token_p99_ms=load.first_token_p99 * 1e3,
+                    first_token_p50_ms=_milliseconds(load.first_token_p50),
+                    first_token_p99_ms=_milliseconds(load.first_token_p99),
                     first_tokens=load.first_tokens,
                     waiting=load.waiting,
                     under_way=load.under_way,
@@ -160,7 +160,10 @@ class Measurement:
 
         args, env = self._args, self._env
         measured = dict.fromkeys(
-            ("tokens_per_s", "first_token_p99_ms", "waiting", "under_way", "used", "step_ms", "miss_ms")
+            (
+                *("tokens_per_s", "first_token_p50_ms", "first_token_p99_ms", "waiting", "under_way", "used"),
+                *("step_ms", "miss_ms"),
+            )
         )
         return Row(
             side=side,
@@ -183,8 +186,12 @@ class Measurement:
             commit=env.commit,
             timestamp=env.timestamp,
             command=self._command,
-            **{"first_token_p50_ms": math.nan, "first_tokens": 0, **measured, **values},
+            **{"first_tokens": 0, **measured, **values},
         )
+
+
+def _milliseconds(seconds: float | None) -> float | None:
+    return None if seconds is None else seconds * 1e3
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

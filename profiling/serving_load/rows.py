@@ -10,7 +10,7 @@ from profiling import records
 from profiling.tables import aligned, filled, markdown_table
 
 NAME = "load"
-DENSE = ("sdpa", "flash")  # sides
+DENSE = ("sdpa", "sdpa-no-cudnn", "flash")  # sides
 OF_A_RUN = (
     *("model", "prompt", "answer", "spread", "longest", "memory", "under_way_at_most", "step_tokens", "sparsity"),
     *("prefix", "device", "torch", "transformers", "driver", "isa", "commit", "timestamp", "command"),
@@ -25,7 +25,7 @@ class Row:
     side: str
     users: int
     tokens_per_s: float | None
-    first_token_p50_ms: float
+    first_token_p50_ms: float | None
     first_token_p99_ms: float | None
     first_tokens: int
     waiting: int | None
@@ -66,11 +66,11 @@ class Row:
 
 def ratio(row: Row, rows: Sequence[Row], field: str) -> float | None:
     """Of a sparse row to the best of the dense rows beside it; of times, how many times as long."""
-    dense = row.beside(rows)
-    if row.side in DENSE or not dense:
+    own, found = getattr(row, field), [getattr(other, field) for other in row.beside(rows)]
+    dense = [value for value in found if value is not None]
+    if row.side in DENSE or own is None or not dense:
         return None
-    best = max if field == "tokens_per_s" else min
-    return getattr(row, field) / best(getattr(other, field) for other in dense)
+    return own / (max if field == "tokens_per_s" else min)(dense)
 
 
 def _text(value: float | None, form: str) -> str:

@@ -29,8 +29,8 @@ class Load:
 
     seconds: float
     tokens: int
-    first_token_p50: float
-    first_token_p99: float
+    first_token_p50: float | None
+    first_token_p99: float | None
     first_tokens: int
     waiting: int
     under_way: float
@@ -95,7 +95,7 @@ class Session:
         overlap = sum(max(0.0, end - max(first, begin)) for begin, end in spans)
         waits = [self._first_token(name) for name, each in times.items() if each and first < each[0] <= last]
         waiting = [last - self._sent[name] for name, each in times.items() if not each]
-        ordered = sorted(waits + waiting) or [float("nan")]
+        ordered: list[Any] = sorted(waits + waiting) or [None]
         return Load(
             seconds=last - first,
             tokens=tokens,

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from cute_kernels.integrations.transformers import batching
 from profiling.serving_load.rows import DENSE
 
 BLOCK_TOKENS = 64
-GRAPHS, EAGER, SDPA, FLASH = "sparse", "sparse-eager", "sdpa", "flash"
-SIDES = (GRAPHS, EAGER, SDPA, FLASH)
-_ATTENTION = {SDPA: "paged|sdpa", FLASH: "paged|flash_attention_2"}
+GRAPHS, SDPA, NO_CUDNN, FLASH = "sparse", "sdpa", "sdpa-no-cudnn", "flash"
+_ATTENTION = {SDPA: "paged|sdpa", NO_CUDNN: "paged|sdpa", FLASH: "paged|flash_attention_2"}
 
 
 def missing(side: str, on_gpu: bool) -> str:
@@ -23,9 +25,20 @@ def missing(side: str, on_gpu: bool) -> str:
         return "flash-attn is not installed"
     if side in (GRAPHS, FLASH) and not on_gpu:
         return "it needs a GPU"
-    if side == SDPA and not on_gpu and importlib.util.find_spec("psutil") is None:
+    if side in (SDPA, NO_CUDNN) and not on_gpu and importlib.util.find_spec("psutil") is None:
         return "psutil is not installed, with which Transformers looks for memory"
     return ""
+
+
+@contextmanager
+def attention(side: str) -> Iterator[None]:
+    """What torch's attention may use while a side runs."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(before and side != NO_CUDNN)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 @dataclass(frozen=True)

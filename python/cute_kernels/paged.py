@@ -204,7 +204,8 @@ def store(pool: Pool, k: Tensor, v: Tensor, sequences: Tensor, first_tiles: Tens
 def append(
     pool: Pool, windows: Windows, lengths: Tensor, k: Tensor, v: Tensor, sequences: Tensor | None = None
 ) -> None:
-    """Puts m <= max_append new tokens of each row into its sequence's window.
+    """Puts m new tokens of each row into its sequence's window: max_append of them always fit, up to 64 where there is
+    room.
 
     A tile is stored, pruned and compressed, when its 64th token arrives. Where a window then holds `window` + 64 tokens
     or more, its oldest 64 leave it and `lengths` grows by 64: they are read from their page from then on.

@@ -68,11 +68,14 @@ class Driver:
             self.engine.extend(sequence, self._tokens(min(room, inputs.tokens(self.case, 250) or 1)))
 
     def _append(self) -> None:
-        new = self.rng.randint(1, self.config.max_append)
+        """More than max_append, too, where windows have room."""
+        most = TILE if self.case.often(0.3) else self.config.max_append
+        new = self.rng.randint(1, most)
         taken, rows = 0, []
         for sequence in self._some():
             pages = self._pages(sequence, new)
-            if self._room(sequence) >= new and taken + pages <= len(self.engine.free):
+            fits = self.engine.split(sequence)[1] + new <= self.config.window_capacity
+            if fits and self._room(sequence) >= new and taken + pages <= len(self.engine.free):
                 taken, rows = taken + pages, [*rows, sequence]
         if rows:
             new_tokens = [self._tokens(new) for _ in rows]

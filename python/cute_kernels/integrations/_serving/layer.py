@@ -57,12 +57,16 @@ class SparseKVLayer:
             both[0].copy_(result)
             options = {"scale": self.scale, "causal": False, "return_lse": True, "out": both[1]}
             expected = prompt.compressed, prompt.compressed
-            past = paged.attend(queries, pool, self._windows, self._lengths, prompt.row, expected=expected, **options)
+            windows = self._windows if prompt.window else None
+            past = paged.attend(queries, pool, windows, self._lengths, prompt.row, expected=expected, **options)
             result, _ = ck.merge_states(both, torch.stack([lse, past[1]]))
         out.copy_(result[0].transpose(0, 1))
-        # Lengths come with every step.
+        new = prompt.last - prompt.first
+        if new <= paged.TILE_TOKENS and prompt.window + new <= self.config.window_capacity:
+            paged.append(pool, self._windows, self._lengths, keys, values, prompt.row)  # one kernel
+            return
         state = {"sequence": prompt.request, "compressed": prompt.compressed, "window": prompt.window}
-        paged.extend(pool, self._windows, None, keys, values, **state)
+        paged.extend(pool, self._windows, None, keys, values, **state)  # lengths come with every step
 
     def _attend_decodes(self, pool: paged.Pool, step: Step, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         if step.decode_tokens is None:
