@@ -292,8 +292,8 @@ void launch_append(AppendArguments& a, int keep, unsigned ctas, cudaStream_t str
 
 void append(Pool const& pool, Windows const& windows, int32_t* lengths, DenseView const& k, DenseView const& v,
             int32_t const* sequences, Share const& share, cudaStream_t stream) {
-  check_codec(pool.keys);
-  check_codec(pool.values);
+  check_pool_codec(pool.keys);
+  check_pool_codec(pool.values);
   AppendArguments a{};
   for (int i = 0; i < kCaches; ++i) {
     a.x[i] = i ? v : k;

@@ -37,24 +37,32 @@ __device__ int64_t cta_sum(int64_t x, int64_t* scratch) {
   return warp_sum(scratch[threadIdx.x % 32]);
 }
 
+// Of 16 bits as well, if it is Fp16Codec.
+template <class Codec>
+struct TileRows {
+  int before_values;
+  __device__ int operator()(int longest) const { return before_values + Codec::value_rows(longest); }
+};
+
 // A CTA computes the offsets of 1024 tiles and adds up all tiles before them itself: reading those few bytes again
 // costs less than waiting for other CTAs. The last one has then seen all tiles and writes the totals.
+template <class Codec>
 __global__ void __launch_bounds__(kThreads)
-    offsets_kernel(int32_t const* longest, int64_t tiles, int bitmap_rows, int32_t const* counts, int64_t channels,
-                   int32_t* row_offsets, int64_t* totals) {
+    offsets_kernel(int32_t const* longest, int64_t tiles, TileRows<Codec> rows_of, int32_t const* counts,
+                   int64_t channels, int32_t* row_offsets, int64_t* totals) {
   __shared__ int64_t scratch[kWarps];
   int64_t first = int64_t{blockIdx.x} * kThreads, tile = first + threadIdx.x;
   int64_t before = 0;
   int most = 0;
 #pragma unroll 8
   for (int64_t i = threadIdx.x; i < first; i += kThreads) {
-    before += longest[i];
-    most = max(most, longest[i]);
+    before += rows_of(longest[i]);
+    most = max(most, rows_of(longest[i]));
   }
-  before = cta_sum(before, scratch) + first * bitmap_rows;
+  before = cta_sum(before, scratch);
 
-  int rows = tile < tiles ? bitmap_rows + longest[tile] : 0, up_to = rows;
-  most = max(most, rows - bitmap_rows);
+  int rows = tile < tiles ? rows_of(longest[tile]) : 0, up_to = rows;
+  most = max(most, rows);
   for (int step = 1; step < 32; step *= 2) {
     int lower = __shfl_up_sync(~0u, up_to, step);
     if (threadIdx.x % 32 >= step) up_to += lower;
@@ -76,7 +84,7 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = most;
   __syncthreads();
   most = __reduce_max_sync(~0u, static_cast<int>(scratch[threadIdx.x % 32]));
-  if (threadIdx.x == kThreads - 1) totals[0] = end, totals[1] = bitmap_rows + most, totals[2] = nonzeros;
+  if (threadIdx.x == kThreads - 1) totals[0] = end, totals[1] = most, totals[2] = nonzeros;
 }
 
 }  // namespace
@@ -93,10 +101,14 @@ void deal(int32_t const* counts, int heads, format::SparseView const& view, Dest
 }
 
 void offsets(int32_t const* longest, int64_t tiles, int32_t const* counts, int heads, int padded_head_dim,
-             int32_t* row_offsets, int64_t* totals, cudaStream_t stream) {
+             CodecId codec, int32_t* row_offsets, int64_t* totals, cudaStream_t stream) {
   unsigned grid = static_cast<unsigned>((tiles + kThreads - 1) / kThreads);
-  offsets_kernel<<<grid, kThreads, 0, stream>>>(longest, tiles, TileFormat::bitmap_rows(padded_head_dim), counts,
-                                                int64_t{heads} * padded_head_dim, row_offsets, totals);
+  visit_packed_codec(codec, [&](auto packed) {
+    using Codec = decltype(packed);
+    TileRows<Codec> rows_of{TileFormat::first_value_row<Codec>(padded_head_dim)};
+    offsets_kernel<Codec><<<grid, kThreads, 0, stream>>>(longest, tiles, rows_of, counts,
+                                                         int64_t{heads} * padded_head_dim, row_offsets, totals);
+  });
   check_cuda(cudaGetLastError(), "launch of offsets");
 }
 

@@ -121,8 +121,8 @@ int64_t store_scratch_bytes(Pool const& pool, int batch, int64_t part) {
 
 void store(Pool const& pool, DenseView const& k, DenseView const& v, PoolRows const& rows, NewOrder order, int64_t part,
            void* memory, cudaStream_t stream) {
-  check_codec(pool.keys);
-  check_codec(pool.values);
+  check_pool_codec(pool.keys);
+  check_pool_codec(pool.values);
   int64_t tiles = k.tokens / kTileTokens;
   int heads = k.batch * k.kv_heads;
   Scratch scratch(pool, heads, part, memory);
@@ -132,7 +132,7 @@ void store(Pool const& pool, DenseView const& k, DenseView const& v, PoolRows co
   Destination to(pool, rows);
   bool in_one = part >= tiles, deals = order != NewOrder::kNever;
   for (int i = 0; i < 2 && deals; ++i) {
-    select(*x[i], keeps[i], in_one ? scratch.masks[i] : nullptr, scratch.counts[i], nullptr, stream);
+    select(*x[i], keeps[i], in_one ? scratch.masks[i] : nullptr, scratch.counts[i], nullptr, {}, stream);
     deal(scratch.counts[i], heads, *views[i], to, order, stream);
   }
   for (int64_t first = 0; first < tiles; first += part) {
@@ -141,7 +141,7 @@ void store(Pool const& pool, DenseView const& k, DenseView const& v, PoolRows co
                          part_of(v, first * kTileTokens, count * kTileTokens)};
     to.skipped_tiles = first;
     for (int i = 0; i < 2 && !(in_one && deals); ++i)
-      select(parts[i], keeps[i], scratch.masks[i], nullptr, nullptr, stream);
+      select(parts[i], keeps[i], scratch.masks[i], nullptr, nullptr, {}, stream);
     balance_slots(pool, scratch, static_cast<unsigned>(heads * count), static_cast<unsigned>(count), to, stream);
     for (int i = 0; i < 2; ++i)
       visit_shape(*views[i], [&](auto role, auto head_dim) {

@@ -77,7 +77,7 @@ struct Operand {
     gather_tile(x, head, first_token, masks.data(), token_order, channels, padded, dense);
     int const dropped = longest > most ? trim_streams(view, most, dense) : 0;
     int const rows = TileFormat::tile_rows(padded, std::min(longest, most));
-    write_block(view, dense, rows, const_cast<uint32_t*>(view.blocks) + view.first_row(index) * kLanes);
+    write_block(view, dense, {}, rows, const_cast<uint32_t*>(view.blocks) + view.first_row(index) * kLanes);
     const_cast<int32_t*>(view.row_offsets)[index] = rows;
     return dropped;
   }
@@ -152,7 +152,7 @@ void load(Pool const& pool, compress::TileRun const& run, uint16_t* keys, uint16
         continue;
       }
       for (SparseView const* view : {&pool.keys, &pool.values}) {
-        read_block(*view, view->blocks + view->first_row(index) * kLanes, view->rows(index), dense.data());
+        read_block(*view, view->blocks + view->first_row(index) * kLanes, nullptr, view->rows(index), dense.data());
         scatter_tile(dense.data(), view->token_order + index * kTileTokens, channels_of(*view, run.sequence, kv_head),
                      padded, head_dim, kTileTokens, (view == &pool.keys ? keys : values) + first);
       }

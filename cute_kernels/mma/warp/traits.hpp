@@ -24,6 +24,8 @@ struct WarpTraits {
   using TileFormat = typename Stored::TileFormat;
   using Codec = typename Stored::Codec;
   using Element = typename Stored::Element;
+  using Dense = typename Stored::Dense;
+  static constexpr bool kHasScales = Codec::kHasScales;
   static constexpr Role kRole = kRole_;
   static constexpr bool kIsKey = kRole == Role::kKey;
   static constexpr int kHeadDim = kHeadDim_;

@@ -15,12 +15,12 @@ constexpr int64_t partial_bytes(int n, int padded_head_dim) {
 }
 
 namespace sm80 {
-template <int kHeadDim>
+template <int kHeadDim, class Codecs>
 Launcher<Params> launcher();
 }
 
 namespace sm90 {
-template <int kHeadDim>
+template <int kHeadDim, class Codecs>
 Launcher<Params> launcher();
 }
 

@@ -168,6 +168,7 @@ class Pool(_Tensors):
             address(rows),
             address(self.token_order),
             address(channels),
+            0,  # no scales: values are stored as they are
             ROLE_CODES[role],
             DTYPE_CODES[self.dtype],
             CODEC_CODES[own_codec(self.dtype)],

@@ -28,6 +28,8 @@ _CODECS = {
     for dtype, code in _CODEC_DTYPES.items()
 }
 
+SCALED_CODECS = frozenset(name for name, code in CODEC_CODES.items() if _C.format.scale_rows(code))
+
 
 def own_codec(dtype: torch.dtype) -> str:
     """The codec that stores float16 or bfloat16 values as they are."""
@@ -45,6 +47,7 @@ __all__ = [
     "HEAD_DIMS",
     "LARGEST_HEAD_DIM",
     "ROLE_CODES",
+    "SCALED_CODECS",
     "TILE_FORMATS",
     "_C",
     "codecs_of",

@@ -7,10 +7,10 @@
 
 namespace cute_kernels::product::sm80 {
 
-// Calls f with the traits of a (codec, N).
-template <format::Role kRole, int kHeadDim, class F>
-auto visit_traits(format::CodecId codec, int n, F&& f) {
-  return mma::visit_stored_operand(codec, [&](auto stored) {
+// Calls f, for x of `dtype`, with the traits of a (codec, N).
+template <format::Role kRole, int kHeadDim, class Codecs, class F>
+auto visit_traits(format::CodecId codec, DType dtype, int n, F&& f) {
+  return mma::visit_stored_operand<Codecs>(codec, dtype, [&](auto stored) {
     using Stored = decltype(stored);
     return n == 8 ? f(mma::WarpTraits<kRole, Stored, kHeadDim, 8>{})
                   : f(mma::WarpTraits<kRole, Stored, kHeadDim, 16>{});
@@ -23,6 +23,7 @@ pipeline::KernelLimits limits(int result_bytes, bool reduces) {
   pipeline::KernelLimits limits{};
   limits.max_workers = Traits::kMaxWarps;
   limits.worker_warps = 1;
+  limits.rows_behind = Traits::Codec::kRowsBehind;
   limits.min_stages = pipeline::kMinCpAsyncStages;
   limits.max_stages = pipeline::kMaxCpAsyncStages;
   limits.min_block_bytes = result_bytes;
