@@ -89,6 +89,12 @@ def find_sources(root: Path, archs: list[Arch]) -> list[Path]:
     return [p.relative_to(root) for p in sources]
 
 
+def compression_flags(toolkit: Toolkit | None) -> list[str]:
+    """Machine code is stored compressed, an eighth of its size; the driver unpacks what is used."""
+    newest = toolkit is not None and tuple(map(int, toolkit.version.split("."))) >= (12, 8)
+    return ["--compress-mode=size"] if newest else []
+
+
 def gencode_flags(source: Path, archs: list[Arch]) -> list[str]:
     """nvcc's -gencode flags for a .cu file; none if it has nothing to offer to these architectures."""
     backends = [backend for backend in BACKENDS.values() if source.stem.endswith(backend.suffix)]
@@ -243,7 +249,7 @@ def build_statements(
     objects = []
     for source in sources:
         if source.suffix == ".cu":
-            rule, flags = "nvcc", [*NVCC_FLAGS, *gencode_flags(source, archs)]
+            rule, flags = "nvcc", [*NVCC_FLAGS, *compression_flags(toolkit), *gencode_flags(source, archs)]
         else:
             rule, flags = "cxx", [*CXX_FLAGS, *isa_flags(source)]
             flags += [*(SANITIZE_FLAGS if sanitize else []), *sanitize, *user_flags]

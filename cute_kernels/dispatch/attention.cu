@@ -129,6 +129,7 @@ void run_with(Kernels<Params> const& kernels, attention::Problem const& problem,
   params.stages = plan.stages;
   params.output.out = problem.out;
   params.output.lse = problem.lse;
+  params.output.dtype = values.dtype;
   params.output.channel_order = values.channel_order;
   params.output.order_heads = values.order_heads;
   params.output.head_dim = values.head_dim;

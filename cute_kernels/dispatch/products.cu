@@ -88,6 +88,7 @@ void run(Product const& product, Workspace const& workspace, std::string const& 
     auto av_kernels = Backend::av_kernels(view.codec);
     Plan plan = plan_product(product, av_kernels, row_bytes, device, tuning, params);
     params.output.out = product.out;
+    params.output.dtype = view.dtype;
     params.output.channel_order = view.channel_order;
     params.output.order_heads = view.order_heads;
     params.output.head_dim = view.head_dim;

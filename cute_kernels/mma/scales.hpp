@@ -52,8 +52,8 @@ CUTE_DEVICE int row_shift(float largest) {
   return kLargestExponent - max(-100, min(exponent, 127));
 }
 
-// Fragments of rows 8 n + lane / 4 at all columns of K. product(row of a fragment n, v, k): q times the channel's scale,
-// as float. undo[2 n + i]: what the accumulators of rows 8 n + 2 (lane % 4) + i must be multiplied by.
+// Fragments of rows 8 n + lane / 4 at all columns of K. product(lane, n, v, k): q times the channel's scale, as float; n,
+// v, k: of the fragment. undo[2 n + i]: what the accumulators of rows 8 n + 2 (lane % 4) + i must be multiplied by.
 template <class Fragment, class Product, int kRows>
 CUTE_DEVICE void load_scaled_rows(Fragment& tCrB /* ((2,2),MMA_N,MMA_K) */, Product&& product, float (&undo)[kRows]) {
   using Element = typename Fragment::value_type;
@@ -61,22 +61,20 @@ CUTE_DEVICE void load_scaled_rows(Fragment& tCrB /* ((2,2),MMA_N,MMA_K) */, Prod
   int lane = ptx::lane_index();
   CUTE_UNROLL
   for (int n = 0; n < size<1>(tCrB); ++n) {
-    Tensor row = make_tensor<float>(shape(tCrB(_, 0, _)));  // ((2,2),MMA_K)
     float largest = 0;
     CUTE_UNROLL
-    for (int k = 0; k < size<1>(row); ++k) {
+    for (int k = 0; k < size<2>(tCrB); ++k) {
       CUTE_UNROLL
-      for (int v = 0; v < 4; ++v) {
-        row(v, k) = product(n, v, k);
-        largest = fmaxf(largest, fabsf(row(v, k)));  // ignores NaN
-      }
+      for (int v = 0; v < 4; ++v) largest = fmaxf(largest, fabsf(product(lane, n, v, k)));  // ignores NaN
     }
     int shift = row_shift(largest);
     float factor = power_of_two_float(shift);
+    uint32_t same = lane;
+    ptx::forget(same);  // loads again rather than hold a row as floats, for which registers do not suffice
     CUTE_UNROLL
-    for (int k = 0; k < size<1>(row); ++k) {
+    for (int k = 0; k < size<2>(tCrB); ++k) {
       CUTE_UNROLL
-      for (int v = 0; v < 4; ++v) tCrB(v, n, k) = Element(row(v, k) * factor);
+      for (int v = 0; v < 4; ++v) tCrB(v, n, k) = Element(product(same, n, v, k) * factor);
     }
     CUTE_UNROLL
     for (int i = 0; i < 2; ++i)  // a lane that loaded row 2 (lane % 4) + i

@@ -18,42 +18,40 @@ struct StoredOperand {
   using Dense = Element_;    // of q, of a window and of results
 };
 
-// Of a codec with scales: the numbers of its codes multiply, in fp16, whatever the dtype of what they stand for.
-template <class TileFormat_, class Codec_, class Dense_>
+// Of a codec with scales: the numbers of its codes multiply, in fp16, whatever the dtype of what they stand for. So
+// kernels are the same for both: they have q, a window and results as bits, and learn the dtype when they run.
+template <class TileFormat_, class Codec_>
 struct ScaledOperand {
   using TileFormat = TileFormat_;
   using Codec = Codec_;
   using Element = half_t;
-  using Dense = Dense_;
+  using Dense = uint16_t;
 };
 
-// Codecs whose kernels are in one object file: those of 16 bits together, each other one by itself.
+// Codecs whose kernels are in one object file.
 struct HalfCodecs {};
-using Fp8Codecs = format::Fp8Codec;
-using Int8Codecs = format::Int8Codec;
-using Int4Codecs = format::Int4Codec;
+struct NarrowCodecs {};
+
+template <class Codecs>
+inline constexpr bool kAreNarrow = !std::is_same_v<Codecs, HalfCodecs>;
 
 // f(codecs) with those that a codec is of.
 template <class F>
 decltype(auto) visit_codecs(format::CodecId id, F&& f) {
-  return format::visit_codec(id, [&](auto codec) -> decltype(auto) {
-    if constexpr (decltype(codec)::kIsNarrow)
-      return f(codec);
-    else
-      return f(HalfCodecs{});
-  });
+  return format::is_narrow(id) ? f(NarrowCodecs{}) : f(HalfCodecs{});
 }
 
-// Calls f(operand) with what kernels of CC 8.x and 9.0 are instantiated for: a codec of Codecs, x of `dtype`.
+// Calls f(operand) with what kernels of CC 8.x and 9.0 are instantiated for: a codec of Codecs.
 template <class Codecs, class F>
-decltype(auto) visit_stored_operand(format::CodecId codec, DType dtype, F&& f) {
+decltype(auto) visit_stored_operand(format::CodecId codec, F&& f) {
   using format::BitmapTile;
-  if constexpr (std::is_same_v<Codecs, HalfCodecs>) {
+  if constexpr (!kAreNarrow<Codecs>) {
     if (codec == format::CodecId::kFp16) return f(StoredOperand<BitmapTile, format::Fp16Codec, half_t>{});
     return f(StoredOperand<BitmapTile, format::Bf16Codec, bfloat16_t>{});
   } else {
-    if (dtype == DType::kFloat16) return f(ScaledOperand<BitmapTile, Codecs, half_t>{});
-    return f(ScaledOperand<BitmapTile, Codecs, bfloat16_t>{});
+    if (codec == format::CodecId::kFp8) return f(ScaledOperand<BitmapTile, format::Fp8Codec>{});
+    if (codec == format::CodecId::kInt8) return f(ScaledOperand<BitmapTile, format::Int8Codec>{});
+    return f(ScaledOperand<BitmapTile, format::Int4Codec>{});
   }
 }
 

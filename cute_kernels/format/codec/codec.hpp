@@ -49,6 +49,9 @@ decltype(auto) visit_codec(CodecId id, F&& f) {
 inline char const* codec_name(CodecId id) {
   return visit_codec(id, [](auto codec) { return decltype(codec)::kName; });
 }
+inline bool is_narrow(CodecId id) {
+  return visit_codec(id, [](auto codec) { return codec.kIsNarrow; });
+}
 inline bool has_scales(CodecId id) {
   return visit_codec(id, [](auto codec) { return decltype(codec)::kHasScales; });
 }

@@ -6,7 +6,7 @@
 
 namespace cute_kernels::attention {
 
-// Query rows a pass takes at most.
+// Query rows a pass of these kernels takes at most, where registers are all that limits.
 constexpr int max_rows(int padded_head_dim) { return padded_head_dim == 256 ? 8 : 16; }
 
 // Bytes of one partial of `n` query rows.

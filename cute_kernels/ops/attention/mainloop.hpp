@@ -15,12 +15,13 @@ CUTE_DEVICE auto make_logits() {  // (MMA,own MMA_M,MMA_N)
   return partition_fragment_C(typename Traits::TiledMma{}, Shape<Int<16 * Traits::kOwnTokenBlocks>, Int<Traits::kN>>{});
 }
 
-template <class Traits, class Pipeline, class FragmentP, class FragmentO>
-CUTE_DEVICE void attend_window_tile(Params const& params, schedule::WorkTile const& work_tile, int tile,
-                                    Worker<Traits> const& worker, SharedP<Traits>& shared_p, Pipeline& pipeline,
-                                    OnlineSoftmax<Traits>& softmax, FragmentP& tCrP, FragmentO& tCrO) {
+// Element: of the window.
+template <class Traits, class Element, class Pipeline, class FragmentP, class FragmentO>
+CUTE_DEVICE void attend_window_tile_of(Params const& params, schedule::WorkTile const& work_tile, int tile,
+                                       Worker<Traits> const& worker, SharedP<Traits>& shared_p, Pipeline& pipeline,
+                                       OnlineSoftmax<Traits>& softmax, FragmentP& tCrP, FragmentO& tCrO) {
   Tensor tCrS = make_logits<Traits>();
-  WindowTile<Traits> window(params, work_tile, tile - work_tile.tiles.begin, worker);
+  WindowTile<Traits, Element> window(params, work_tile, tile - work_tile.tiles.begin, worker);
   Stage keys = pipeline.next();
   window.fill(keys, params.window.keys, params.window.key_strides);
   window.multiply_keys(keys, shared_p, tCrS);
@@ -28,12 +29,22 @@ CUTE_DEVICE void attend_window_tile(Params const& params, schedule::WorkTile con
   softmax.scale(tCrS, params.scale_log2);
   Mask::apply<Traits>(tCrS, worker.part, Mask(params, work_tile).template limits<Traits>(true),
                       [&](int position) { return window.token(position); });
-  Tensor tCrWindowP = recast<typename Traits::Element>(tCrP);  // in the window's type
+  Tensor tCrWindowP = recast<Element>(tCrP);  // in the window's type
   softmax.step(tCrS, TokenOrders{}, tCrWindowP, tCrO);
   Stage values = pipeline.next();
   window.fill(values, params.window.values, params.window.value_strides);
   window.multiply_values(values, tCrWindowP, tCrO);
   pipeline.release();
+}
+
+template <class Traits, class... Arguments>
+CUTE_DEVICE void attend_window_tile(Params const& params, Arguments&&... arguments) {
+  if constexpr (!Traits::kHasScales)
+    attend_window_tile_of<Traits, typename Traits::Element>(params, arguments...);
+  else if (params.keys.dtype == DType::kFloat16)
+    attend_window_tile_of<Traits, half_t>(params, arguments...);
+  else
+    attend_window_tile_of<Traits, bfloat16_t>(params, arguments...);
 }
 
 // A warp's part of the channels, and, in the worker's first warp, what it knows of the rows.
@@ -129,8 +140,8 @@ CUTE_DEVICE void attend(Params const& params, typename Traits::Schedule const& s
       if (has_window)
         mma::scale_channels<true>(tCrO, channel_scale(params.values, work_tile),
                                   worker.part * Traits::kOwnChannelBlocks);
-      load_scaled_queries(shared_p, channel_order(params.keys, work_tile), channel_scale(params.keys, work_tile), tCrQ,
-                          row_scale);
+      load_scaled_queries(params, shared_p, channel_order(params.keys, work_tile),
+                          channel_scale(params.keys, work_tile), tCrQ, row_scale);
       CUTE_UNROLL
       for (float& scale : row_scale) scale *= params.scale_log2;
     } else {

@@ -18,15 +18,18 @@
 namespace cute_kernels::attention {
 
 inline constexpr float kRescaleThreshold = 8;  // P stays below 2^8, far within the range of fp16
+inline constexpr float kLargestProduct = 256;  // 2^8
 
 // What P is multiplied by, token by token, before it multiplies values: the scales of a codec with scales, else nothing.
 // The bound on P, and so on its exponent, is one on the product; sums are of P alone.
 struct UnscaledValues {
+  static constexpr bool kScaled = false;
   CUTE_DEVICE float exponent(float s, int, int) const { return s; }
   CUTE_DEVICE float scaled(float p, int, int) const { return p; }
 };
 template <class Traits>
 struct ScaledValues {
+  static constexpr bool kScaled = true;
   mma::LaneScales<Traits::kOwnTokenBlocks> scales;
 
   CUTE_DEVICE float exponent(float s, int m, int j) const { return s + ptx::log2_approximate(scales.of[m][j]); }
@@ -72,13 +75,8 @@ class OnlineSoftmax {
                         FragmentP& tCrP /* ((2,2),MMA_N,MMA_K) */, FragmentO& tCrO /* ((2,2),own MMA_M,MMA_N) */,
                         Values const& values = {}) {
     using P = typename FragmentP::value_type;
-    bool rises = false;
-    CUTE_UNROLL
-    for (int i = 0; i < kRows; ++i)
-      for_logits(tCrS, i, [&](float s, int m, int j) { rises |= values.exponent(s, m, j) > threshold_[i]; });
     float sum[kRows];
-    store_p<P>(tCrS, orders, values, sum);
-    if (worker_.sync_any(rises)) {
+    if (worker_.sync_any(store_p<P>(tCrS, orders, values, sum))) {
       rescale(tCrS, values, tCrO);
       store_p<P>(tCrS, orders, values, sum);
       worker_.sync();
@@ -121,10 +119,16 @@ class OnlineSoftmax {
     }
   }
 
-  // Element: of P.
+  // Element: of P. Returns whether an exponent of this lane's is above the threshold. With scales that is seen by the
+  // product, which takes no logarithm; before the first exponent there is no product that is not.
   template <class Element, class FragmentS, class Values>
-  CUTE_DEVICE void store_p(FragmentS const& tCrS, TokenOrders const& orders, Values const& values,
+  CUTE_DEVICE bool store_p(FragmentS const& tCrS, TokenOrders const& orders, Values const& values,
                            float (&sum)[kRows]) {
+    bool rises = false;
+    if constexpr (!Values::kScaled) {
+      CUTE_UNROLL
+      for (int i = 0; i < kRows; ++i) for_logits(tCrS, i, [&](float s, int, int) { rises |= s > threshold_[i]; });
+    }
     Tensor tCrP = make_tensor<Element>(
         Shape<Shape<_2, _2>, Int<Traits::kRowBlocks>, Int<Traits::kOwnTokenBlocks>>{});  // ((2,2),MMA_N,own MMA_K)
     Tensor pairs = recast<uint32_t>(tCrP);                                               // (2,MMA_N,own MMA_K)
@@ -142,6 +146,8 @@ class OnlineSoftmax {
             p[i] = ptx::exp2_approximate(tCrS(make_coord(i, j), m, n));
             sum[2 * n + i] += p[i];
             p[i] = values.scaled(p[i], m, j);
+            if constexpr (Values::kScaled)
+              rises |= p[i] >= (threshold_[2 * n + i] == -INFINITY ? 0.f : kLargestProduct);
           }
           cutlass::Array<Element, 2> packed = cutlass::NumericArrayConverter<Element, float, 2>{}(p);
           SM75_U32x1_MOVM_T::copy(reinterpret_cast<uint32_t const&>(packed), pairs(j, n, m));
@@ -153,6 +159,7 @@ class OnlineSoftmax {
       }
     }
     shared_p_.store(worker_, buffer_, orders, tCrP);
+    return rises;
   }
 
   // Raises row_max to the largest logits seen, and rescales exponents, sums and O^T to it.

@@ -50,35 +50,32 @@ __global__ void __launch_bounds__(32 * Traits::kMaxWarps, 1) sparse_av_kernel(CU
 
 template <int kHeadDim, class Codecs>
 pipeline::KernelLimits limits(format::CodecId codec, int n) {
-  return product::sm80::visit_traits<format::Role::kValue, kHeadDim, Codecs>(
-      codec, DType::kFloat16, n, [](auto traits) {
-        using T = decltype(traits);
-        auto limits = product::sm80::limits<T>(sizeof(Partial<T>) / pipeline::kMinCpAsyncStages, true);
-        limits.fixed_shared_bytes = T::kMaxWarps * sizeof(int);
-        return limits;
-      });
+  return product::sm80::visit_traits<format::Role::kValue, kHeadDim, Codecs>(codec, n, [](auto traits) {
+    using T = decltype(traits);
+    auto limits = product::sm80::limits<T>(sizeof(Partial<T>) / pipeline::kMinCpAsyncStages, true);
+    limits.fixed_shared_bytes = T::kMaxWarps * sizeof(int);
+    return limits;
+  });
 }
 
 template <int kHeadDim, class Codecs>
 void launch(Params const& params, pipeline::Config const& config, cudaStream_t stream) {
-  product::sm80::visit_traits<format::Role::kValue, kHeadDim, Codecs>(
-      params.sparse.codec, params.sparse.dtype, config.n, [&](auto traits) {
-        using T = decltype(traits);
-        if constexpr (T::kHasScales) {
-          product::sm80::launch(sparse_av_kernel<T, true>, params, config, stream);
-        } else {
-          bool converts = params.dense.dtype != params.sparse.dtype;
-          product::sm80::launch(converts ? sparse_av_kernel<T, true> : sparse_av_kernel<T, false>, params, config,
-                                stream);
-        }
-        reduce::launch_combine<reduce::Sum, OutputShape<T>, typename T::Dense, schedule::ProductPolicy<T::kN>>(
-            params.schedule, params.output, config, 0, stream);
-      });
+  product::sm80::visit_traits<format::Role::kValue, kHeadDim, Codecs>(params.sparse.codec, config.n, [&](auto traits) {
+    using T = decltype(traits);
+    if constexpr (T::kHasScales) {
+      product::sm80::launch(sparse_av_kernel<T, true>, params, config, stream);
+    } else {
+      bool converts = params.dense.dtype != params.sparse.dtype;
+      product::sm80::launch(converts ? sparse_av_kernel<T, true> : sparse_av_kernel<T, false>, params, config, stream);
+    }
+    reduce::launch_combine<reduce::Sum, OutputShape<T>, typename T::Dense, schedule::ProductPolicy<T::kN>>(
+        params.schedule, params.output, config, 0, stream);
+  });
 }
 
 template <int kHeadDim, class Codecs>
 Launcher<Params> launcher() {
-  return {limits<kHeadDim, Codecs>, launch<kHeadDim, Codecs>};
+  return {product::sm80::kMaxRows<Codecs>, limits<kHeadDim, Codecs>, launch<kHeadDim, Codecs>};
 }
 
 }  // namespace cute_kernels::av::sm80

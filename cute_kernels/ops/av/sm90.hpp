@@ -66,14 +66,13 @@ __global__ void __launch_bounds__(pipeline::kMaxThreads<product::sm90::kMaxWarpg
 
 template <int kHeadDim, class Codecs>
 pipeline::KernelLimits limits(format::CodecId codec, int n) {
-  return product::sm90::visit_traits<format::Role::kValue, kHeadDim, Codecs>(
-      codec, DType::kFloat16, n, [](auto traits) {
-        using T = decltype(traits);
-        if constexpr (product::sm90::kByWarps<T>)
-          return product::sm90::warp_limits<T>(sizeof(Partial<T>), true);
-        else
-          return product::sm90::warpgroup_limits<T, WarpgroupStorage<T>>();
-      });
+  return product::sm90::visit_traits<format::Role::kValue, kHeadDim, Codecs>(codec, n, [](auto traits) {
+    using T = decltype(traits);
+    if constexpr (product::sm90::kByWarps<T>)
+      return product::sm90::warp_limits<T>(sizeof(Partial<T>), true);
+    else
+      return product::sm90::warpgroup_limits<T, WarpgroupStorage<T>>();
+  });
 }
 
 template <int kHeadDim, class Codecs>
@@ -83,28 +82,26 @@ void launch(Params const& params, pipeline::Config const& config, cudaStream_t s
   ring_params.prefetch_row_offsets = pipeline::row_offset_prefetch(params.sparse, config);
   make_p_map(ring_params, config.n);
   bool converts = params.dense.dtype != params.sparse.dtype;
-  product::sm90::visit_traits<format::Role::kValue, kHeadDim, Codecs>(
-      params.sparse.codec, params.sparse.dtype, config.n, [&](auto traits) {
-        using T = decltype(traits);
-        if constexpr (T::kHasScales)
-          product::sm90::launch(sparse_av_warps<T, true>, ring_params, config, 32, product::sm90::kWarpFixedBytes,
-                                stream);
-        else if constexpr (product::sm90::kByWarps<T>)
-          product::sm90::launch(converts ? sparse_av_warps<T, true> : sparse_av_warps<T, false>, ring_params, config,
-                                32, product::sm90::kWarpFixedBytes, stream);
-        else
-          product::sm90::launch(converts ? sparse_av_warpgroups<T, true> : sparse_av_warpgroups<T, false>, ring_params,
-                                config, mma::kWarpgroupThreads,
-                                product::sm90::kWarpgroupsFixedBytes<T, WarpgroupStorage<T>>, stream);
-        if (params.schedule.in_cluster) return;
-        reduce::launch_combine<reduce::Sum, OutputShape<T>, typename T::Dense, schedule::ProductPolicy<T::kN>>(
-            params.schedule, params.output, config, 0, stream);
-      });
+  product::sm90::visit_traits<format::Role::kValue, kHeadDim, Codecs>(params.sparse.codec, config.n, [&](auto traits) {
+    using T = decltype(traits);
+    if constexpr (T::kHasScales)
+      product::sm90::launch(sparse_av_warps<T, true>, ring_params, config, 32, product::sm90::kWarpFixedBytes, stream);
+    else if constexpr (product::sm90::kByWarps<T>)
+      product::sm90::launch(converts ? sparse_av_warps<T, true> : sparse_av_warps<T, false>, ring_params, config, 32,
+                            product::sm90::kWarpFixedBytes, stream);
+    else
+      product::sm90::launch(converts ? sparse_av_warpgroups<T, true> : sparse_av_warpgroups<T, false>, ring_params,
+                            config, mma::kWarpgroupThreads,
+                            product::sm90::kWarpgroupsFixedBytes<T, WarpgroupStorage<T>>, stream);
+    if (params.schedule.in_cluster) return;
+    reduce::launch_combine<reduce::Sum, OutputShape<T>, typename T::Dense, schedule::ProductPolicy<T::kN>>(
+        params.schedule, params.output, config, 0, stream);
+  });
 }
 
 template <int kHeadDim, class Codecs>
 Launcher<Params> launcher() {
-  return {limits<kHeadDim, Codecs>, launch<kHeadDim, Codecs>};
+  return {product::sm90::kMaxRows<Codecs>, limits<kHeadDim, Codecs>, launch<kHeadDim, Codecs>};
 }
 
 }  // namespace cute_kernels::av::sm90

@@ -48,17 +48,16 @@ CUTE_DEVICE void load_queries(Params const& params, schedule::WorkTile const& wo
 template <class Traits, class Fragment, int kRows>
 CUTE_DEVICE void load_scaled_queries(Params const& params, schedule::WorkTile const& work_tile,
                                      Fragment& tCrB /* ((2,2),MMA_N,MMA_K) */, float (&undo)[kRows]) {
-  int lane = ptx::lane_index();
   uint8_t const* channel_order = params.channel_order(work_tile);
   uint16_t const* channel_scale = params.channel_scale(work_tile);
-  auto product = [&](int n, int v, int k) {
+  auto product = [&](int lane, int n, int v, int k) {
     int row = min(8 * n + lane / 4, work_tile.rows - 1);
-    auto const* q = static_cast<typename Traits::Dense const*>(params.dense.data) + params.head_offset(work_tile) +
+    auto const* q = static_cast<uint16_t const*>(params.dense.data) + params.head_offset(work_tile) +
                     params.row_offset(work_tile.first_row + row);
     int position = Traits::TileFormat::position_of_column(16 * k + v % 2) + 2 * (lane % 4) + v / 2;
     int channel = __ldg(channel_order + position);
-    return channel < params.sparse.head_dim ? float(q[channel]) * format::scale_value(__ldg(channel_scale + position))
-                                            : 0.f;
+    if (channel >= params.sparse.head_dim) return 0.f;
+    return from_half_bits(q[channel], params.sparse.dtype) * format::scale_value(__ldg(channel_scale + position));
   };
   mma::load_scaled_rows(tCrB, product, undo);
 }

@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(32 * Traits::kMaxWarps, 1) sparse_qk_kernel(CU
 
 template <int kHeadDim, class Codecs>
 pipeline::KernelLimits limits(format::CodecId codec, int n) {
-  return product::sm80::visit_traits<format::Role::kKey, kHeadDim, Codecs>(codec, DType::kFloat16, n, [](auto traits) {
+  return product::sm80::visit_traits<format::Role::kKey, kHeadDim, Codecs>(codec, n, [](auto traits) {
     using T = decltype(traits);
     return product::sm80::limits<T>(logits_bytes<T>(), false);
   });
@@ -34,14 +34,14 @@ pipeline::KernelLimits limits(format::CodecId codec, int n) {
 
 template <int kHeadDim, class Codecs>
 void launch(Params const& params, pipeline::Config const& config, cudaStream_t stream) {
-  product::sm80::visit_traits<format::Role::kKey, kHeadDim, Codecs>(
-      params.sparse.codec, params.sparse.dtype, config.n,
-      [&](auto traits) { product::sm80::launch(sparse_qk_kernel<decltype(traits)>, params, config, stream); });
+  product::sm80::visit_traits<format::Role::kKey, kHeadDim, Codecs>(params.sparse.codec, config.n, [&](auto traits) {
+    product::sm80::launch(sparse_qk_kernel<decltype(traits)>, params, config, stream);
+  });
 }
 
 template <int kHeadDim, class Codecs>
 Launcher<Params> launcher() {
-  return {limits<kHeadDim, Codecs>, launch<kHeadDim, Codecs>};
+  return {product::sm80::kMaxRows<Codecs>, limits<kHeadDim, Codecs>, launch<kHeadDim, Codecs>};
 }
 
 }  // namespace cute_kernels::qk::sm80

@@ -6,9 +6,13 @@
 
 namespace cute_kernels::attention::sm80 {
 
+// Narrow codecs have fewer kernels: more rows take more passes.
+template <int kHeadDim, class Codecs>
+inline constexpr int kMaxRows = mma::kAreNarrow<Codecs> ? 8 : max_rows(kHeadDim);
+
 template <int kHeadDim, class Codecs>
 pipeline::KernelLimits limits(format::CodecId codec, int n) {
-  return visit_traits<kHeadDim, Codecs>(codec, DType::kFloat16, n, [](auto traits) {
+  return visit_traits<kHeadDim, Codecs, kMaxRows<kHeadDim, Codecs>>(codec, n, [](auto traits) {
     using T = decltype(traits);
     pipeline::KernelLimits limits{};
     limits.max_workers = Storage<T>::kMaxWorkers;
@@ -23,7 +27,7 @@ pipeline::KernelLimits limits(format::CodecId codec, int n) {
 
 template <int kHeadDim, class Codecs>
 void launch(Params const& params, pipeline::Config const& config, cudaStream_t stream) {
-  visit_traits<kHeadDim, Codecs>(params.keys.codec, params.keys.dtype, config.n, [&](auto traits) {
+  visit_traits<kHeadDim, Codecs, kMaxRows<kHeadDim, Codecs>>(params.keys.codec, config.n, [&](auto traits) {
     using T = decltype(traits);
     int stage_bytes = config.workers * params.stages.count * params.stages.stage_bytes;
     pipeline::launch_clusters(attention_kernel<T>, params, config, T::kWorkerThreads * config.workers,
@@ -34,7 +38,7 @@ void launch(Params const& params, pipeline::Config const& config, cudaStream_t s
 
 template <int kHeadDim, class Codecs>
 Launcher<Params> launcher() {
-  return {limits<kHeadDim, Codecs>, launch<kHeadDim, Codecs>};
+  return {kMaxRows<kHeadDim, Codecs>, limits<kHeadDim, Codecs>, launch<kHeadDim, Codecs>};
 }
 
 }  // namespace cute_kernels::attention::sm80

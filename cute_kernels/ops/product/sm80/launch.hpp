@@ -7,13 +7,19 @@
 
 namespace cute_kernels::product::sm80 {
 
-// Calls f, for x of `dtype`, with the traits of a (codec, N).
+// Narrow codecs have fewer kernels: more rows take more passes.
+template <class Codecs>
+inline constexpr int kMaxRows = mma::kAreNarrow<Codecs> ? 8 : 16;
+
+// Calls f with the traits of a (codec, N).
 template <format::Role kRole, int kHeadDim, class Codecs, class F>
-auto visit_traits(format::CodecId codec, DType dtype, int n, F&& f) {
-  return mma::visit_stored_operand<Codecs>(codec, dtype, [&](auto stored) {
+auto visit_traits(format::CodecId codec, int n, F&& f) {
+  return mma::visit_stored_operand<Codecs>(codec, [&](auto stored) {
     using Stored = decltype(stored);
-    return n == 8 ? f(mma::WarpTraits<kRole, Stored, kHeadDim, 8>{})
-                  : f(mma::WarpTraits<kRole, Stored, kHeadDim, 16>{});
+    if constexpr (kMaxRows<Codecs> == 16) {
+      if (n == 16) return f(mma::WarpTraits<kRole, Stored, kHeadDim, 16>{});
+    }
+    return f(mma::WarpTraits<kRole, Stored, kHeadDim, 8>{});
   });
 }
 

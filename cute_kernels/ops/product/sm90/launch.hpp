@@ -8,17 +8,21 @@
 
 namespace cute_kernels::product::sm90 {
 
-// Calls f, for x of `dtype`, with the traits of a (codec, N): a warp multiplies up to 16 rows with mma.sync, a warpgroup more with WGMMA.
+// Narrow codecs have fewer kernels: more rows take more passes.
+template <class Codecs>
+inline constexpr int kMaxRows = mma::kAreNarrow<Codecs> ? 8 : 64;
+
+// Calls f with the traits of a (codec, N): a warp multiplies up to 16 rows with mma.sync, a warpgroup more with WGMMA.
 template <format::Role kRole, int kHeadDim, class Codecs, class F>
-auto visit_traits(format::CodecId codec, DType dtype, int n, F&& f) {
-  return mma::visit_stored_operand<Codecs>(codec, dtype, [&](auto stored) {
+auto visit_traits(format::CodecId codec, int n, F&& f) {
+  return mma::visit_stored_operand<Codecs>(codec, [&](auto stored) {
     using Stored = decltype(stored);
-    if (n == 8) return f(mma::WarpTraits<kRole, Stored, kHeadDim, 8>{});
-    if constexpr (!Stored::Codec::kIsNarrow) {
+    if constexpr (kMaxRows<Codecs> == 64) {
+      if (n == 16) return f(mma::WarpTraits<kRole, Stored, kHeadDim, 16>{});
       if (n == 32) return f(mma::WarpgroupTraits<kRole, Stored, kHeadDim, 32>{});
       if (n == 64) return f(mma::WarpgroupTraits<kRole, Stored, kHeadDim, 64>{});
     }
-    return f(mma::WarpTraits<kRole, Stored, kHeadDim, 16>{});
+    return f(mma::WarpTraits<kRole, Stored, kHeadDim, 8>{});
   });
 }
 
