@@ -60,7 +60,14 @@ class Evaluation:
             self.suites += benchmarks.longbench(args.longbench, args.limit)
         if "ruler" in args.tasks:
             self.suites += benchmarks.ruler(args.ruler, args.limit)
-        self.settings = grid(args.rules, args.parts, args.sparsity, window=args.window, granularity=args.granularity)
+        self.settings = grid(
+            args.rules,
+            args.parts,
+            args.sparsity,
+            window=args.window,
+            granularity=args.granularity,
+            codecs=args.codec,
+        )
         models.check(self.settings, args.cache)
         models.check_dtype(args.model, args.dtype, args.cache)
         self.store = results.Store(args.out, _identity(args))
@@ -154,7 +161,7 @@ def _identity(args: argparse.Namespace) -> results.Row:
     """What makes results comparable: everything but the settings, the tasks chosen and where files go."""
     import transformers
 
-    apart = ("rules", "parts", "sparsity", "tasks", "out", "device")
+    apart = ("rules", "parts", "sparsity", "codec", "tasks", "out", "device")
     known = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
     versions = {"cute_kernels": __version__, "transformers": transformers.__version__, "torch": torch.__version__}
     return {name: value for name, value in known.items() if name not in apart} | versions

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cute_kernels import rules
+from cute_kernels._runtime.extension import SCALED_CODECS
 
 WINDOW = 32  # as in arXiv 2505.22913
 PARTS = ("keys", "values", "both")
@@ -19,7 +20,8 @@ class Setting:
 
     key_rule, value_rule: names from `cute_kernels.rules`. key_sparsity, value_sparsity: shares dropped, 0 to below 1;
     0 leaves that cache dense. window: how many of the newest tokens stay dense at least. granularity: tokens leave the
-    window so many at a time, or as many as the rules want together if that is more.
+    window so many at a time, or as many as the rules want together if that is more. codec: how both caches are stored
+    behind the window, "fp8", "int8" or "int4"; "": as they are.
     """
 
     key_rule: str = "magnitude"
@@ -28,6 +30,7 @@ class Setting:
     value_sparsity: float = 0.0
     window: int = WINDOW
     granularity: int = 1
+    codec: str = ""
 
     def __post_init__(self) -> None:
         for role, rule in (("key", self.key_rule), ("value", self.value_rule)):
@@ -38,6 +41,8 @@ class Setting:
         for name in ("key_sparsity", "value_sparsity"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be from 0 to below 1, got {getattr(self, name)}")
+        if self.codec and self.codec not in SCALED_CODECS:
+            raise ValueError(f"codec must be one of {', '.join(sorted(SCALED_CODECS))} or '', got {self.codec!r}")
         if self.window < 0 or self.granularity < 1:
             raise ValueError(f"window must be >= 0 and granularity >= 1, got {self.window} and {self.granularity}")
 
@@ -45,6 +50,11 @@ class Setting:
     def part(self) -> str:
         """ "none", "keys", "values" or "both"."""
         return ("none", "keys", "values", "both")[(self.key_sparsity > 0) + 2 * (self.value_sparsity > 0)]
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether all of the cache stays as the model makes it."""
+        return self.part == "none" and not self.codec
 
     @property
     def rule(self) -> str:
@@ -55,12 +65,13 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """For people and file names: "dense", "magnitude-both-0.7", "magnitude-k0.5-v0.7"."""
+        """For people and file names: "dense", "magnitude-both-0.7", "magnitude-k0.5-v0.7", "magnitude-both-0.5-fp8"."""
+        codec = f"-{self.codec}" if self.codec else ""
         if self.part == "none":
-            return "dense"
+            return f"dense{codec}"
         if self.part == "both" and self.key_sparsity != self.value_sparsity:
-            return f"{self.rule}-k{self.key_sparsity:g}-v{self.value_sparsity:g}"
-        return f"{self.rule}-{self.part}-{max(self.key_sparsity, self.value_sparsity):g}"
+            return f"{self.rule}-k{self.key_sparsity:g}-v{self.value_sparsity:g}{codec}"
+        return f"{self.rule}-{self.part}-{max(self.key_sparsity, self.value_sparsity):g}{codec}"
 
     def rule_of(self, role: str) -> tuple[str, float]:
         """(rule, sparsity) of "key" or "value"."""
@@ -82,12 +93,13 @@ def grid(
     *,
     window: int = WINDOW,
     granularity: int = 1,
+    codecs: Sequence[str] = ("",),
 ) -> list[Setting]:
     """Every combination, after the dense cache.
 
     rule_names: of `cute_kernels.rules`; "think" prunes keys by ThinK and values by ThinV; KEYS+VALUES names two rules.
-    parts: of "keys", "values" and "both". sparsities: each for keys and values alike, or (keys', values'). Raises
-    ValueError for a name that is unknown.
+    parts: of "keys", "values" and "both". sparsities: each for keys and values alike, or (keys', values'). codecs: as in
+    `Setting`. Raises ValueError for a name that is unknown.
     """
     settings = [Setting(window=window, granularity=granularity)]
     for rule_name in rule_names:
@@ -100,7 +112,8 @@ def grid(
             for sparsity in sparsities:
                 keys, values = sparsity if isinstance(sparsity, tuple) else (sparsity, sparsity)
                 keys, values = keys * (part != "values"), values * (part != "keys")
-                settings.append(Setting(key_rule, value_rule, keys, values, window, granularity))
+                of_both = key_rule, value_rule, keys, values, window, granularity
+                settings += [Setting(*of_both, codec) for codec in codecs]
     unique: dict[str, Setting] = {}
     for setting in settings:
         unique.setdefault(setting.name, setting)
