@@ -97,13 +97,14 @@ void sparse_av(SparseView const& view, uintptr_t p, Strides const& p_strides, in
 }
 
 compress::Pool make_pool(SparseView const& keys, SparseView const& values, int key_keep, int value_keep,
-                         uintptr_t dropped, uintptr_t error) {
+                         uintptr_t dropped, uintptr_t refused, uintptr_t error) {
   compress::Pool pool;
   pool.keys = keys;
   pool.values = values;
   pool.key_keep = key_keep;
   pool.value_keep = value_keep;
   pool.dropped = to_pointer<int64_t>(dropped);
+  pool.refused = to_pointer<int64_t>(refused);
   pool.error = to_pointer<int32_t>(error);
   return pool;
 }
@@ -126,7 +127,8 @@ void load(compress::Pool const& pool, int sequence, int first_tile, int tiles, u
 void bind_cpu(py::module_& m) {
   using namespace py::literals;
   py::class_<compress::Pool>(m, "Pool", "Keys and values in pages of one table, as pointers and sizes; owns nothing")
-      .def(py::init(&make_pool), "keys"_a, "values"_a, "key_keep"_a, "value_keep"_a, "dropped"_a, "error"_a);
+      .def(py::init(&make_pool), "keys"_a, "values"_a, "key_keep"_a, "value_keep"_a, "dropped"_a, "refused"_a,
+           "error"_a);
   auto c = m.def_submodule("cpu", "The CPU backend: host pointers, sizes, the number of threads");
   c.def(
       "isa", [] { return cpu::kernels().name; },

@@ -11,11 +11,6 @@ namespace cute_kernels::compress {
 
 using TileFormat = format::BitmapTile;  // that these kernels write and read
 
-// std::runtime_error for a pool in a codec that these kernels do not have.
-inline void check_pool_codec(format::SparseView const& view) {
-  format::check_bit_exact(view, "a pool of pages on a GPU");
-}
-
 // f(codec) with what kernels that move values are instantiated for: those of 16 bits are moved bit for bit, whatever
 // they mean.
 template <class F>
@@ -56,7 +51,7 @@ struct DenseView {
 constexpr int64_t mask_bytes(int padded_head_dim) { return int64_t{format::kTileTokens} * padded_head_dim / 8; }
 
 // The scales of channels of a narrow codec, (batch * kv_heads, padded) by channel: see format/codec/scales.hpp. A channel
-// without a nonzero takes the largest of its head. Sets `refused` to 0.
+// without a nonzero takes the largest of its head. Sets `refused` to 0 unless that is null.
 void channel_scales(DenseView const& x, uint16_t* channel_scale, int64_t* refused, cudaStream_t stream);
 
 // What `select` writes besides for a narrow codec; null pointers: nothing.

@@ -28,6 +28,7 @@ struct PackScales {};
 template <int HeadDim>
 struct PackScales<HeadDim, true> {
   float per_channel[HeadDim], per_token[kTileTokens];
+  uint16_t channel_scale[HeadDim], token_scale[kTileTokens];  // scratch of `append`: by channel, by token
 };
 
 template <int HeadDim, bool kScales = false>
@@ -319,47 +320,48 @@ struct NoTrim {
   __device__ void operator()(typename Part::Storage&, Part&, Group const&) const {}
 };
 
-// Packs a tile into `value_rows` rows below those of its bitmap and scales. trim(s, part, group) may take bits off the
-// words.
-template <Role kRole, int HeadDim, class Codec = Fp16Codec, class Trim, class Group>
-__device__ void pack_tile(PackStorage<HeadDim, Codec::kHasScales>& s, TileSource const& x, uint32_t* block,
-                          int value_rows, int staged_rows, Trim const& trim, Group const& group) {
+// Loads a tile, writes its bitmap and, with scales, those of its tokens, and makes zeros of staged rows. trim(s, part,
+// group) may take bits off the words.
+template <class Part, int HeadDim, bool kScales, class Trim, class Group>
+__device__ void begin_tile(Part& part, PackStorage<HeadDim, kScales>& s, TileSource const& x, uint32_t* block,
+                           int rows_to_stage, Trim const& trim, Group const& group) {
   constexpr int kThreads = 32 * warps_of(HeadDim), kRowVectors = kRowBytes / 16;
   int thread = threadIdx.x % kThreads, lane = thread % 32, warp = thread / 32;
   load_tile(s, x);
   cute::cp_async_wait<1>();
   group.sync();
 
-  LanePart<kRole, HeadDim, Codec> part(lane, warp);
   part.build_words(s);
-  if constexpr (Codec::kHasScales) load_scales(s, x, block);
+  if constexpr (kScales) load_scales(s, x, block);
   trim(s, part, group);
 #pragma unroll
   for (int w = 0; w < part.kWords; ++w) block[(warp * part.kWords + w) * kLanes + lane] = part.words[w];
   s.lengths[warp][lane] = part.lengths();
   auto* staged = reinterpret_cast<uint4*>(s.values);
-  auto zero_staged = [&](int rows) {
-    for (int i = thread; i < rows * kRowVectors; i += kThreads) staged[i] = make_uint4(0, 0, 0, 0);
-  };
-  zero_staged(min(value_rows, staged_rows));
+  for (int i = thread; i < rows_to_stage * kRowVectors; i += kThreads) staged[i] = make_uint4(0, 0, 0, 0);
   cute::cp_async_wait<0>();
   group.sync();
-  if constexpr (Codec::kHasScales) {
-    encode_tile<Codec>(s, x.dtype);
-    group.sync();
-  }
+}
 
+// Where a lane's values begin in its streams, 16 bits each.
+template <int HeadDim, bool kScales>
+__device__ uint32_t first_ranks(PackStorage<HeadDim, kScales> const& s, int lane, int warp) {
   uint32_t ranks = 0;
 #pragma unroll
   for (int w = 0; w < warps_of(HeadDim) - 1; ++w)
     if (w < warp) ranks += s.lengths[w][lane];
-  auto* to = reinterpret_cast<uint4*>(block + TileFormat::first_value_row<Codec>(HeadDim) * kLanes);
-  if (value_rows <= staged_rows) {
-    part.stage_values(s, lane, ranks);
-    group.sync();
-    for (int i = thread; i < value_rows * kRowVectors; i += kThreads) to[i] = staged[i];
-    return;
-  }
+  return ranks;
+}
+
+// The values of a tile by way of staged rows, as often as these are filled.
+template <class Part, int HeadDim, bool kScales, class Group>
+__device__ void write_rows(Part& part, PackStorage<HeadDim, kScales>& s, uint32_t* block, int value_rows,
+                           int staged_rows, Group const& group) {
+  constexpr int kThreads = 32 * warps_of(HeadDim), kRowVectors = kRowBytes / 16;
+  int thread = threadIdx.x % kThreads, lane = thread % 32, warp = thread / 32;
+  auto* staged = reinterpret_cast<uint4*>(s.values);
+  auto* to = reinterpret_cast<uint4*>(block + TileFormat::first_value_row<typename Part::Codec>(HeadDim) * kLanes);
+  uint32_t ranks = first_ranks(s, lane, warp);
 #pragma unroll 1
   for (int first_row = 0; first_row < value_rows; first_row += staged_rows) {
     int rows = min(value_rows - first_row, staged_rows);
@@ -372,6 +374,49 @@ __device__ void pack_tile(PackStorage<HeadDim, Codec::kHasScales>& s, TileSource
     }
     group.sync();
   }
+}
+
+// Packs a tile into `value_rows` rows below those of its bitmap and scales.
+template <Role kRole, int HeadDim, class Codec = Fp16Codec, class Trim, class Group>
+__device__ void pack_tile(PackStorage<HeadDim, Codec::kHasScales>& s, TileSource const& x, uint32_t* block,
+                          int value_rows, int staged_rows, Trim const& trim, Group const& group) {
+  constexpr int kThreads = 32 * warps_of(HeadDim), kRowVectors = kRowBytes / 16;
+  int thread = threadIdx.x % kThreads, lane = thread % 32, warp = thread / 32;
+  LanePart<kRole, HeadDim, Codec> part(lane, warp);
+  begin_tile(part, s, x, block, min(value_rows, staged_rows), trim, group);
+  if constexpr (Codec::kHasScales) {
+    encode_tile<Codec>(s, x.dtype);
+    group.sync();
+  }
+  if (value_rows > staged_rows) return write_rows(part, s, block, value_rows, staged_rows, group);
+  part.stage_values(s, lane, first_ranks(s, lane, warp));
+  group.sync();
+  auto* staged = reinterpret_cast<uint4*>(s.values);
+  auto* to = reinterpret_cast<uint4*>(block + TileFormat::first_value_row<Codec>(HeadDim) * kLanes);
+  for (int i = thread; i < value_rows * kRowVectors; i += kThreads) to[i] = staged[i];
+}
+
+// The same in any narrow codec, which is known when the kernel runs: little code that takes more time.
+template <Role kRole, int HeadDim, class Trim, class Group>
+__device__ void pack_narrow_tile(PackStorage<HeadDim, true>& s, TileSource const& x, CodecId codec, uint32_t* block,
+                                 int value_rows, int staged_rows, Trim const& trim, Group const& group) {
+  int thread = threadIdx.x % (32 * warps_of(HeadDim)), lane = thread % 32, warp = thread / 32;
+  LanePart<kRole, HeadDim, Fp8Codec> part(lane, warp);  // bitmaps do not depend on the codec
+  begin_tile(part, s, x, block, min(value_rows, staged_rows), trim, group);
+  auto write = [&](auto narrow) {
+    using Codec = decltype(narrow);
+    static_assert(Codec::kBitDistance == Fp8Codec::kBitDistance);
+    encode_tile<Codec>(s, x.dtype);
+    group.sync();
+    LanePart<kRole, HeadDim, Codec> of_codec(lane, warp);
+    write_rows(of_codec, s, block, value_rows, staged_rows, group);
+  };
+  if (codec == CodecId::kFp8)
+    write(Fp8Codec{});
+  else if (codec == CodecId::kInt8)
+    write(Int8Codec{});
+  else
+    write(Int4Codec{});
 }
 
 // Rows of values that a CTA stages. Streams are about `keep` long: enough for most tiles, or for any tile.

@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ uint32_t most;
   int tokens = static_cast<int>(min(x.tokens, int64_t{kScaleTokens})), columns = padded / kVector;
   if (threadIdx.x == 0) most = 0;
-  if (blockIdx.x == 0 && threadIdx.x == 0) *refused = 0;
+  if (refused && blockIdx.x == 0 && threadIdx.x == 0) *refused = 0;
   for (int i = threadIdx.x; i < kScaleSums * columns; i += kThreads) {
     int sum = i / columns, channel = i % columns * kVector;
     ChannelSum of_channels[kVector];

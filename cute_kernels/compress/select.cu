@@ -47,52 +47,11 @@ __device__ void write_pruned(SelectStorage<Words>& s, uint32_t const (&kept)[Wor
   }
 }
 
-// What a narrow codec needs besides the masks.
-struct LaneScaling {
-  TokenScaling scaling;
-  float largest;  // number of the codec
-  bool has_nan;
-
-  // The scale of this lane's token, a row of s. per_channel: reciprocals of the channels' scales. planes: with NaN
-  // unified.
-  template <bool kBFloat16, int Words>
-  __device__ uint16_t token_scale(SelectStorage<Words> const& s, float const* per_channel,
-                                  uint32_t const (&planes)[Words][kMagnitudeBits], uint32_t const (&kept)[Words],
-                                  int lane) const {
-    using X = std::conditional_t<kBFloat16, bfloat16_t, half_t>;
-    constexpr int kMantissaBits = kBFloat16 ? 7 : 10;
-    float most = 0;
-    int refused = 0;
-#pragma unroll
-    for (int w = 0; w < Words; ++w) {
-      uint32_t special = kept[w];  // infinity or NaN
-#pragma unroll
-      for (int p = kMantissaBits; p < kMagnitudeBits; ++p) special &= planes[w][p];
-      refused += __popc(has_nan ? special & ~planes[w][0] : special);
-      uint32_t finite = kept[w] & ~special;
-#pragma unroll
-      for (int v = 0; v < 32 / kVectorValues; ++v) {
-        uint4 x4 = s.dense[lane][32 / kVectorValues * w + v];
-        auto const* x = reinterpret_cast<X const*>(&x4);
-#pragma unroll
-        for (int i = 0; i < kVectorValues; ++i) {
-          int bit = kVectorValues * v + i;
-          float ratio = fabsf(float(x[i])) * per_channel[32 * w + bit];
-          if (finite >> bit & 1) most = fmaxf(most, ratio);
-        }
-      }
-    }
-    if (refused)
-      atomicAdd(reinterpret_cast<unsigned long long*>(scaling.refused), static_cast<unsigned long long>(refused));
-    return format::token_scale(most, largest);
-  }
-};
-
 // CTAs of an SM, which bounds their registers; shared memory fits about as many.
 template <int Words, bool kScales>
 constexpr int kResident = Words == 2   ? 28
                           : Words == 4 ? 20
-                          : kScales    ? 10
+                          : kScales    ? 9
                                        : 11;
 
 // A CTA takes every gridDim.x-th tile. Rows of its next half tile arrive while it selects: by then this half tile's
@@ -100,7 +59,7 @@ constexpr int kResident = Words == 2   ? 28
 template <int Words, bool kBFloat16, bool kScales>
 __global__ void __launch_bounds__(32, kResident<Words, kScales>)
     select_kernel(DenseView x, int keep, bool vectors, unsigned tiles, uint32_t* masks, int32_t* counts,
-                  uint16_t* pruned, LaneScaling scaling) {
+                  uint16_t* pruned, TokenScaling token_scaling, LaneScaling scaling) {
   __shared__ SelectStorage<Words> s;
   __shared__ float per_channel[kScales ? 32 * Words : 1];
   int lane = threadIdx.x;
@@ -131,12 +90,12 @@ __global__ void __launch_bounds__(32, kResident<Words, kScales>)
     }
     if constexpr (kScales) {
       if (part == 0) {
-        uint16_t const* scales = scaling.scaling.channel_scale + int64_t{half.head} * 32 * Words;
+        uint16_t const* scales = token_scaling.channel_scale + int64_t{half.head} * 32 * Words;
 #pragma unroll
         for (int w = 0; w < Words; ++w) per_channel[32 * w + lane] = 1 / format::scale_value(scales[32 * w + lane]);
         __syncwarp();
       }
-      scaling.scaling.token_scale[int64_t{tile} * format::kTileTokens + part * kHalfTokens + lane] =
+      token_scaling.token_scale[int64_t{tile} * format::kTileTokens + part * kHalfTokens + lane] =
           scaling.token_scale<kBFloat16>(s, per_channel, planes, kept, lane);
       __syncwarp();
       if (next_tile < tiles) start_half(s, x, next, vectors, lane);
@@ -177,14 +136,11 @@ void select(DenseView const& x, int keep, uint32_t* masks, int32_t* counts, void
   if (counts) check_cuda(cudaMemsetAsync(counts, 0, sizeof(int32_t) * heads * padded, stream), "memset of counts");
   int64_t tiles = (x.tokens + format::kTileTokens - 1) / format::kTileTokens * heads;
   if (tiles > INT32_MAX / kHalves) throw std::invalid_argument("x: more than 2^30 tiles of 64 tokens");
-  LaneScaling of_lanes{scaling, 0, true};
-  format::visit_codec(scaling.codec, [&](auto codec) {
-    if constexpr (decltype(codec)::kHasScales) of_lanes.largest = codec.kLargest, of_lanes.has_nan = codec.kHasNan;
-  });
+  LaneScaling of_lanes(scaling.codec, scaling.refused);
   auto launch = [&](auto kernel) {
     unsigned count = static_cast<unsigned>(tiles), grid = std::min(count, resident_ctas(kernel, 32));
     kernel<<<grid, 32, 0, stream>>>(x, most_kept(keep), x.has_vectors(), count, masks, counts,
-                                    static_cast<uint16_t*>(pruned), of_lanes);
+                                    static_cast<uint16_t*>(pruned), scaling, of_lanes);
   };
   auto launch_with = [&](auto words, auto is_bfloat16) {
     if (scaling.token_scale)

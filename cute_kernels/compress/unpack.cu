@@ -160,10 +160,10 @@ __global__ void __launch_bounds__(kThreads) unpack_kernel(SparseView view, uint1
                      out + (tile.head * view.tokens + tile.first_token) * view.head_dim);
 }
 
-template <Role kRole, int HeadDim>
+template <Role kRole, class Codec, int HeadDim>
 __global__ void __launch_bounds__(kThreads) load_kernel(SparseView view, TileRun run, uint16_t* out, int32_t* error) {
   extern __shared__ __align__(128) uint8_t shared[];
-  auto& s = *reinterpret_cast<UnpackStorage<Fp16Codec, HeadDim>*>(shared);
+  auto& s = *reinterpret_cast<UnpackStorage<Codec, HeadDim>*>(shared);
   int head = blockIdx.x / run.tiles, values = kTileTokens * view.head_dim;
   int64_t slot = find_slot(view, run.sequence, head, run.first_tile + blockIdx.x % run.tiles);
   if (slot == kNoSlot) {
@@ -174,7 +174,7 @@ __global__ void __launch_bounds__(kThreads) load_kernel(SparseView view, TileRun
     return;
   }
   PackedTile packed{view.blocks + view.first_row(slot) * kLanes, view.rows(slot), view.token_order + slot * kTileTokens,
-                    view.channel_order_of(run.sequence, head), nullptr};
+                    view.channel_order_of(run.sequence, head), view.channel_scale_of(run.sequence, head)};
   unpack_tile<kRole>(s, packed, view.dtype, kTileTokens, view.head_dim,
                      out + int64_t{blockIdx.x} * kTileTokens * view.head_dim);
 }
@@ -192,13 +192,13 @@ void decompress(SparseView const& view, void* out, cudaStream_t stream) {
 }
 
 void load(Pool const& pool, TileRun const& run, void* keys, void* values, cudaStream_t stream) {
-  check_pool_codec(pool.keys);
-  check_pool_codec(pool.values);
   for (SparseView const* view : {&pool.keys, &pool.values})
-    visit_shape(*view, [&](auto role, auto head_dim) {
-      launch_tiles(load_kernel<role(), head_dim()>, int64_t{view->kv_heads} * run.tiles, kThreads,
-                   UnpackStorage<Fp16Codec, head_dim()>::bytes(*view), stream, "launch of load", *view, run,
-                   static_cast<uint16_t*>(view == &pool.keys ? keys : values), pool.error);
+    visit_packed_codec(view->codec, [&](auto codec) {
+      visit_shape(*view, [&](auto role, auto head_dim) {
+        launch_tiles(load_kernel<role(), decltype(codec), head_dim()>, int64_t{view->kv_heads} * run.tiles, kThreads,
+                     UnpackStorage<decltype(codec), head_dim()>::bytes(*view), stream, "launch of load", *view, run,
+                     static_cast<uint16_t*>(view == &pool.keys ? keys : values), pool.error);
+      });
     });
 }
 

@@ -43,6 +43,24 @@ TokenScale token_scale_of(uint16_t const* x, uint32_t const* mask, int head_dim,
 
 }  // namespace
 
+int tile_token_scales(DenseView const& x, int64_t head, int64_t first_token, uint32_t const* masks, format::CodecId id,
+                      float const* per_channel, uint16_t* token_scale) {
+  int const mask_words = format::padded_head_dim(x.head_dim) / 32;
+  int refused = 0;
+  format::visit_codec(id, [&](auto codec) {
+    if constexpr (decltype(codec)::kHasScales)
+      for (int i = 0; i < kTileTokens; ++i) {
+        TokenScale result{format::kScaleOfOne, 0};
+        if (first_token + i < x.tokens)
+          result = token_scale_of(x.row(head, first_token + i), masks + int64_t{i} * mask_words, x.head_dim, x.dtype,
+                                  codec.kHasNan, codec.kLargest, per_channel);
+        token_scale[i] = result.scale;
+        refused += result.refused;
+      }
+  });
+  return refused;
+}
+
 void channel_scales(DenseView const& x, uint16_t* channel_scale, int threads) {
   int const padded = format::padded_head_dim(x.head_dim);
   int64_t const tokens = std::min<int64_t>(x.tokens, format::kScaleTokens);
@@ -68,24 +86,14 @@ int64_t token_scales(DenseView const& x, uint32_t const* masks, format::CodecId 
   int const padded = format::padded_head_dim(x.head_dim);
   int64_t const tiles = (x.tokens + kTileTokens - 1) / kTileTokens;
   std::atomic<int64_t> refused{0};
-  format::visit_codec(id, [&](auto codec) {
-    if constexpr (decltype(codec)::kHasScales)
-      parallel(threads, int64_t{x.batch} * x.kv_heads * tiles, [&](TaskQueue& queue) {
-        std::vector<float> per_channel(padded);
-        for (int64_t tile; (tile = queue.next()) >= 0;) {
-          int64_t const head = tile / tiles;
-          for (int c = 0; c < padded; ++c) per_channel[c] = 1 / format::scale_value(channel_scale[head * padded + c]);
-          for (int i = 0; i < kTileTokens; ++i) {
-            int64_t const token = tile % tiles * kTileTokens + i;
-            TokenScale result{format::kScaleOfOne, 0};
-            if (token < x.tokens)
-              result = token_scale_of(x.row(head, token), masks + (head * x.tokens + token) * (padded / 32), x.head_dim,
-                                      x.dtype, codec.kHasNan, codec.kLargest, per_channel.data());
-            token_scale[tile * kTileTokens + i] = result.scale;
-            if (result.refused) refused += result.refused;
-          }
-        }
-      });
+  parallel(threads, int64_t{x.batch} * x.kv_heads * tiles, [&](TaskQueue& queue) {
+    std::vector<float> per_channel(padded);
+    for (int64_t tile; (tile = queue.next()) >= 0;) {
+      int64_t const head = tile / tiles, first_token = tile % tiles * kTileTokens;
+      for (int c = 0; c < padded; ++c) per_channel[c] = 1 / format::scale_value(channel_scale[head * padded + c]);
+      refused += tile_token_scales(x, head, first_token, masks + (head * x.tokens + first_token) * (padded / 32), id,
+                                   per_channel.data(), token_scale + tile * kTileTokens);
+    }
   });
   return refused;
 }

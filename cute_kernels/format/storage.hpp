@@ -78,12 +78,4 @@ struct SparseView {
   }
 };
 
-// For kernels that move 16-bit values bit for bit: std::runtime_error if the codec of the storage does anything else.
-// user: who moves them, for the message.
-inline void check_bit_exact(SparseView const& view, char const* user) {
-  if (view.codec == own_codec(view.dtype)) return;
-  throw std::runtime_error(std::string(user) + " supports the codecs fp16 and bf16 only, not " +
-                           codec_name(view.codec) + " of " + dtype_name(view.dtype));
-}
-
 }  // namespace cute_kernels::format

@@ -98,7 +98,14 @@ class SparseView:
 
 class Pool:
     def __init__(
-        self, keys: SparseView, values: SparseView, key_keep: int, value_keep: int, dropped: int, error: int
+        self,
+        keys: SparseView,
+        values: SparseView,
+        key_keep: int,
+        value_keep: int,
+        dropped: int,
+        refused: int,
+        error: int,
     ) -> None: ...
 
 class cpu:

@@ -376,16 +376,5 @@ def test_memory_for_another_codec(rng):
         assert not ck.decompress(out).any()
 
 
-@pytest.mark.parametrize("name", ["codec", "key_codec", "value_codec"])
-def test_caches_that_grow_store_values_as_they_are(name):
-    sizes = {"max_batch": 1, "kv_heads": 1, "head_dim": 64, "capacity": 100, "device": "cpu"}
-    for dtype, own in ((torch.float16, "fp16"), (torch.bfloat16, "bf16")):
-        ck.KVCache(**sizes, dtype=dtype, **{name: own})
-        with pytest.raises(ValueError, match=rf"{name} 'fp8' is for caches that compress makes.*codec '{own}'"):
-            ck.KVCache(**sizes, dtype=dtype, **{name: "fp8"})
-    with pytest.raises(ValueError, match=f"{name} must be one of 'fp16', 'fp8', 'int8', 'int4' for float16"):
-        ck.KVCache(**sizes, **{name: "bf16"})
-
-
 def test_codecs_of_dtypes():
     assert codecs_of(torch.float16) == ("fp16", *NARROW) and codecs_of(torch.bfloat16) == ("bf16", *NARROW)

@@ -78,12 +78,12 @@ NARROW = {
 SCALE_TOKENS = 512  # from which the scales of channels are chosen
 
 
-def channel_scales(x: torch.Tensor) -> torch.Tensor:
+def channel_scales(x: torch.Tensor, scale_tokens: int = SCALE_TOKENS) -> torch.Tensor:
     """(B, H, T, D) -> (B, H, 1, D) float64: the mean magnitude of a channel's nonzeros among the first tokens, in bf16.
 
     Added up in float, every 32nd token to a sum, then the sums.
     """
-    first = x[:, :, :SCALE_TOKENS].float().abs()
+    first = x[:, :, :scale_tokens].float().abs()
     first = torch.where(first.isfinite(), first, 0.0)
     none = torch.zeros_like(first.sum(2, keepdim=True))
     tokens = [first[:, :, t : t + 1] for t in range(first.shape[2])]
@@ -105,10 +105,10 @@ def token_scales(pruned: torch.Tensor, of_channel: torch.Tensor, largest_number:
     return torch.where(largest > 0, scale, 1.0)
 
 
-def narrow(x: torch.Tensor, keep: int | None, codec: str) -> torch.Tensor:
+def narrow(x: torch.Tensor, keep: int | None, codec: str, scale_tokens: int = SCALE_TOKENS) -> torch.Tensor:
     """What a narrow codec stores of a cache that is pruned to `keep` elements a token: float64, scales included."""
     largest, rounded = NARROW[codec]
-    pruned, of_channel = prune(x, keep), channel_scales(x)
+    pruned, of_channel = prune(x, keep), channel_scales(x, scale_tokens)
     of_token = token_scales(pruned, of_channel, largest)
     relative = (pruned.float() * (1 / of_channel.float())) * (
         1 / of_token.float()
