@@ -33,10 +33,11 @@ struct UnpackStorage : UnpackScales<HeadDim, Codec_::kHasScales> {
   alignas(16) uint16_t dense[kTileTokens][kStride];
   alignas(16) uint8_t column[HeadDim];  // of dense, by channel
   uint8_t token[kTileTokens];           // by row of dense
-  alignas(128) uint32_t block[];        // and kRowsBehind
+  alignas(128) uint32_t block[];        // and rows behind it
 
   static size_t bytes(SparseView const& view) {
-    return sizeof(UnpackStorage) + (view.max_tile_rows + kRowsBehind) * size_t{kRowBytes};
+    return sizeof(UnpackStorage) +
+           (view.max_tile_rows + mma::Decoder<TileFormat, Codec>::kRowsBehind) * size_t{kRowBytes};
   }
 };
 

@@ -8,7 +8,8 @@
 //   decode32(word, cursor, registers)        the elements of one bitmap word, 32, into 16 registers of two elements
 //   decode64(word0, word1, cursor, registers)
 //                                            those of two words, into 32 registers
-// and may read Codec::kRowsBehind rows behind the block. Of a codec with scales the elements are the numbers of its codes.
+//   kRowsBehind                              of a block, that it may read without using them
+// Of a codec with scales the elements are the numbers of its codes.
 #pragma once
 
 namespace cute_kernels::mma {

@@ -22,6 +22,7 @@ using namespace cute;
 template <class Codec>
 struct NarrowDecoder {
   using TileFormat = format::BitmapTile;
+  static constexpr int kRowsBehind = (Codec::kValueBits == 8 ? 3 : 2) * Codec::kWordRows;
 
   struct Cursor {
     uint32_t words;                   // shared-memory address of the lane's first value word
@@ -70,8 +71,7 @@ struct NarrowDecoder {
 
  private:
   static_assert(Codec::kStreams == 2 && Codec::kBitDistance == 4 && format::kRowBytes == 128);
-  static constexpr int kQuadBits = 4 * Codec::kValueBits;
-  static constexpr int kAtoms = kQuadBits < 32 ? 2 : 1;  // whose values of a stream are found together: 32 bits of them
+  static constexpr int kAtoms = 2;  // whose values of a stream are found together: two quads
 
   // Into r(first) and behind.
   template <class Registers>
@@ -93,34 +93,30 @@ struct NarrowDecoder {
     return (word >> shift & 0x1111u) * 0x1111110cu + 0x4444u;
   }
 
-  // The next 32 bits of a stream.
-  template <int S>
-  CUTE_DEVICE static uint32_t next_values(Cursor const& at) {
-    constexpr uint32_t kWord = Codec::kWordRows * format::kRowBytes;  // from a word of a stream to its next
-    uint32_t whole = at.taken[S] & ~(Codec::kWordValues - 1u);
-    uint32_t address = ptx::multiply_add(whole, kWord / Codec::kWordValues, at.words);
-    return __funnelshift_r(ptx::load_shared_word<S * format::kRowBytes>(address),
-                           ptx::load_shared_word<S * format::kRowBytes + kWord>(address),
-                           at.taken[S] * Codec::kValueBits);
-  }
-
-  // A stream's elements of kAtoms atoms, from r(first + 4 * atom) on.
+  // A stream's elements of two atoms, from r(first + 4 * atom) on. Its next eight values serve both quads, those of the
+  // second from the first one's count on.
   template <int S, class Registers>
   CUTE_DEVICE static void decode(uint32_t word, Cursor& at, int atom, Registers& r, int first) {
-    uint32_t next = next_values<S>(at), product = quad(word, atom, S);
-    int to = first + 4 * atom + 2 * S;
-    if constexpr (kAtoms == 1) {
-      at.taken[S] += product >> 28;
-      to_halves(ptx::permute_bytes(next, kNothing, product), r(to), r(to + 1));
-    } else {  // eight values of 4 bits: two quads
-      uint32_t even = next & 0x0f0f0f0fu, odd = next >> 4 & 0x0f0f0f0fu, product1 = quad(word, atom + 1, S);
-      uint32_t count = product >> 28;
-      uint32_t bytes = ptx::permute_bytes(even, odd, 0x5140u);
-      uint32_t bytes1 = ptx::permute_bytes(even, odd, 0x73625140u >> (4 * count));  // those behind the first quad's
-      at.taken[S] += count + (product1 >> 28);
-      to_halves(ptx::permute_bytes(bytes, kNothing, product), r(to), r(to + 1));
-      to_halves(ptx::permute_bytes(bytes1, kNothing, product1), r(to + 4), r(to + 5));
+    constexpr uint32_t kFirst = S * format::kRowBytes,
+                       kWord = Codec::kWordRows * format::kRowBytes;  // to the next word
+    uint32_t product = quad(word, atom, S), product1 = quad(word, atom + 1, S), count = product >> 28;
+    uint32_t whole = at.taken[S] & ~(Codec::kWordValues - 1u), shift = at.taken[S] * Codec::kValueBits;
+    uint32_t address = ptx::multiply_add(whole, kWord / Codec::kWordValues, at.words);
+    uint32_t word0 = ptx::load_shared_word<kFirst>(address), word1 = ptx::load_shared_word<kFirst + kWord>(address);
+    uint32_t low = __funnelshift_r(word0, word1, shift), bytes, bytes1;
+    if constexpr (Codec::kValueBits == 8) {
+      uint32_t high = __funnelshift_r(word1, ptx::load_shared_word<kFirst + 2 * kWord>(address), shift);
+      bytes = low;
+      bytes1 = ptx::permute_bytes(low, high, 0x3210u + 0x1111u * count);
+    } else {
+      uint32_t even = low & 0x0f0f0f0fu, odd = low >> 4 & 0x0f0f0f0fu;
+      bytes = ptx::permute_bytes(even, odd, 0x5140u);
+      bytes1 = ptx::permute_bytes(even, odd, 0x73625140u >> (4 * count));
     }
+    at.taken[S] += count + (product1 >> 28);
+    int to = first + 4 * atom + 2 * S;
+    to_halves(ptx::permute_bytes(bytes, kNothing, product), r(to), r(to + 1));
+    to_halves(ptx::permute_bytes(bytes1, kNothing, product1), r(to + 4), r(to + 5));
   }
 
   // Four codes, a byte each, as fp16.

@@ -46,7 +46,7 @@ Packed pack(Role role, int head_dim, double density, std::mt19937& random) {
     longest = std::max({longest, counts[0], counts[1]});
   }
   int rows = BitmapTile::first_value_row<Codec>(head_dim) + Codec::value_rows(longest);
-  packed.block.resize((rows + Codec::kRowsBehind) * kLanes);
+  packed.block.resize((rows + mma::Decoder<format::BitmapTile, Codec>::kRowsBehind) * kLanes);
   for (auto& word : packed.block) word = static_cast<uint32_t>(random());
   std::vector<uint16_t> of_channels(head_dim, kScaleOfOne), of_tokens(kTileTokens, kScaleOfOne);
   SparseView view{};

@@ -98,7 +98,7 @@ def grid(
     """Every combination, after the dense cache.
 
     rule_names: of `cute_kernels.rules`; "think" prunes keys by ThinK and values by ThinV; KEYS+VALUES names two rules.
-    parts: of "keys", "values" and "both". sparsities: each for keys and values alike, or (keys', values'). codecs: as in
+    parts: of "keys", "values" and "both". sparsities: each for both caches, or (keys', values'). codecs: as in
     `Setting`. Raises ValueError for a name that is unknown.
     """
     settings = [Setting(window=window, granularity=granularity)]

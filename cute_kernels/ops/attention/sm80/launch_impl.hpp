@@ -17,7 +17,7 @@ pipeline::KernelLimits limits(format::CodecId codec, int n) {
     pipeline::KernelLimits limits{};
     limits.max_workers = Storage<T>::kMaxWorkers;
     limits.worker_warps = T::kWorkerWarps;
-    limits.rows_behind = T::Codec::kRowsBehind;
+    limits.rows_behind = T::Keys::Decoder::kRowsBehind;
     limits.min_stages = pipeline::kMinCpAsyncStages;
     limits.max_stages = pipeline::kMaxCpAsyncStages;
     limits.fixed_shared_bytes = kFixedBytes<T>;

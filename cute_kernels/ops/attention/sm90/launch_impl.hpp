@@ -13,7 +13,7 @@ pipeline::KernelLimits limits(format::CodecId codec, int n) {
     pipeline::KernelLimits limits{};
     limits.max_workers = Storage<T>::kMaxWorkers;
     limits.worker_warps = T::kWorkerWarps;
-    limits.rows_behind = T::Codec::kRowsBehind;
+    limits.rows_behind = T::Keys::Decoder::kRowsBehind;
     limits.min_stages = 2;
     limits.max_stages = pipeline::kMaxStages;
     limits.min_block_bytes = sizeof(typename T::Partial);  // the stages, no fewer than workers, take their partials

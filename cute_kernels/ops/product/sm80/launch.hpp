@@ -29,7 +29,7 @@ pipeline::KernelLimits limits(int result_bytes, bool reduces) {
   pipeline::KernelLimits limits{};
   limits.max_workers = Traits::kMaxWarps;
   limits.worker_warps = 1;
-  limits.rows_behind = Traits::Codec::kRowsBehind;
+  limits.rows_behind = Traits::Decoder::kRowsBehind;
   limits.min_stages = pipeline::kMinCpAsyncStages;
   limits.max_stages = pipeline::kMaxCpAsyncStages;
   limits.min_block_bytes = result_bytes;

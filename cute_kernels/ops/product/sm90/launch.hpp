@@ -36,7 +36,7 @@ pipeline::KernelLimits warp_limits(int result_bytes, bool reduces) {
   pipeline::KernelLimits limits{};
   limits.max_workers = kMaxWarpgroups<Traits> * kWarpgroupWarps;
   limits.worker_warps = 1;
-  limits.rows_behind = Traits::Codec::kRowsBehind;
+  limits.rows_behind = Traits::Decoder::kRowsBehind;
   limits.min_stages = 2;
   limits.max_stages = pipeline::kMaxStages;
   limits.min_block_bytes = result_bytes;
