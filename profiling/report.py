@@ -26,6 +26,7 @@ SCALING = f"{scaling.NAME}*.json"
 SCALING_GENERATED = f"{scaling.NAME}-{GENERATED}"  # over several GPUs, so not beside those of one in the documentation
 LOAD = f"{load.NAME}*.json"
 ACCURACY = Path("accuracy", "accuracy.json")  # of profiling.recipes.associative_recall
+ACCURACY_PLOTS = ("accuracy", "frontier")
 DOCS = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 
 DESCRIPTION = """\
@@ -162,7 +163,7 @@ def _plots(folder: Path, target: Path, names: Sequence[str] = plots.NAMES) -> li
                 *(f"wrote {path}" for path in paths), *(f"{folder}: no plot {reason}" for reason in missing), sep="\n"
             )
         if names == plots.NAMES and (folder / ACCURACY).is_file():
-            print(f"wrote {plots.draw_accuracy(records.read(folder / ACCURACY), target)}")
+            print(*(f"wrote {path}" for path in plots.draw_accuracy(records.read(folder / ACCURACY), target)), sep="\n")
         if names == plots.NAMES and any(row.users for row in load_rows(folder)):
             print(f"wrote {plots.draw_load(load_rows(folder), target)}")
     except plots.PlotsError as error:
@@ -177,7 +178,7 @@ def committed_plots(folder: Path) -> dict[str, Path]:
     """Name -> where the plot is, if the documentation shows it."""
     return {
         **{name: folder / "plots" / f"{name}.png" for name in plots.NAMES},
-        ACCURACY.stem: folder / ACCURACY.parent / "plots" / f"{ACCURACY.stem}.png",
+        **{name: folder / ACCURACY.parent / "plots" / f"{name}.png" for name in ACCURACY_PLOTS},
         load.NAME: folder / "plots" / f"{load.NAME}.png",
     }
 
@@ -190,7 +191,7 @@ def _shown_plots(folder: Path, text: str) -> list[str]:
         if path.resolve().is_relative_to(ROOT) and path.resolve().relative_to(ROOT).as_posix() in text
     ]
     problems = _plots(folder, folder / "plots", [name for name in shown if name in plots.NAMES])
-    if ACCURACY.stem in shown and not problems:
+    if set(shown) & set(ACCURACY_PLOTS) and not problems:
         plots.draw_accuracy(records.read(folder / ACCURACY), folder / ACCURACY.parent / "plots")
     if load.NAME in shown and not problems:
         plots.draw_load(load_rows(folder), folder / "plots")

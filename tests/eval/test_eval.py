@@ -44,6 +44,13 @@ def test_grid():
     ]
     assert grid(["magnitude", "random"], ["both", "keys"], [0.0]) == [DENSE]
     assert [s.name for s in grid(["magnitude"], ["both"], [0.0, 0.5, 0.5])] == ["dense", "magnitude-both-0.5"]
+    assert [s.name for s in grid(["magnitude"], ["both"], [0.0, 0.5], codecs=["", "int4"])] == [
+        "dense",
+        "dense-int4",
+        "magnitude-both-0.5",
+        "magnitude-both-0.5-int4",
+    ]
+    assert arguments.parse(["m", "--tasks", "recall", "--codec", "own,fp8"]).codec == ["", "fp8"]
 
 
 def test_evictions():
@@ -65,6 +72,7 @@ def test_evictions():
         ({"value_sparsity": -1}, "value_sparsity must be from 0 to below 1"),
         ({"window": -1}, "window must be .* got -1"),
         ({"evicted": 1.0}, "evicted must be from 0 to below 1"),
+        ({"codec": "fp4"}, "codec must be one of fp8, int4, int8 or '', got 'fp4'"),
     ],
     ids=str,
 )
@@ -113,6 +121,18 @@ def test_tokens_behind_the_window_are_pruned(pruned_cache, part, granularity, rn
             expected = oracle.prune(x[:, :, :old], kept_elements(D, 0.7)) if pruned else x[:, :, :old]
             assert oracle.same_bits(got[:, :, :old], expected)
         before += length
+
+
+@pytest.mark.parametrize("codec", ["fp8", "int8", "int4"])
+def test_codecs_round_as_a_cache_stores(pruned_cache, codec, rng):
+    """Scales of channels from the first tile, in whichever steps tokens leave the window; what is not pruned too."""
+    setting = grid(["magnitude"], ["keys"], [0.7], window=5, codecs=[codec])[1]
+    k, v = (oracle.lognormal_channels(B, HKV, 100, D) for _ in range(2))
+    given = feed(pruned_cache.PrunedLayer(setting), k, v, [80] + [1] * 20)
+    for got, x, keep in ((given[-1][0], k, kept_elements(D, 0.7)), (given[-1][1], v, None)):
+        expected = oracle.to_dtype(oracle.narrow(x[:, :, :94], keep, codec, 64), x.dtype)
+        assert oracle.relative_error(got[:, :, :94], expected.double()) < 1e-3  # sums of scales in another order
+        assert torch.equal(got[:, :, 94:], x[:, :, 94:])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -71,6 +71,9 @@ class ShardedKVCache:
         value_keep: int | None = None,
         key_rule: str | Rule = "magnitude",
         value_rule: str | Rule = "magnitude",
+        codec: str | None = None,
+        key_codec: str | None = None,
+        value_codec: str | None = None,
         window: int = 32,
         device: torch.device | str | int = "cuda",
     ) -> None:
@@ -90,6 +93,9 @@ class ShardedKVCache:
             "value_keep": value_keep,
             "key_rule": key_rule,
             "value_rule": value_rule,
+            "codec": codec,
+            "key_codec": key_codec,
+            "value_codec": value_codec,
             "window": window,
             "device": device,
         }
@@ -98,7 +104,6 @@ class ShardedKVCache:
         self._ranks.agree("ShardedKVCache", described, heads=True)
         # Pages of one tile, as tiles go round.
         fixed: dict[str, Any] = {"page_tokens": TILE, "max_append": TILE, "pool_tokens": None, "pool_bytes": None}
-        fixed |= {"codec": None, "key_codec": None, "value_codec": None}
         whole = config(**options, **fixed)
         self._ranks.check_device(whole.device)
         self._config = made_for = replace(whole, kv_heads=self._ranks.local_heads(whole.kv_heads))

@@ -12,6 +12,7 @@ import torch
 from cute_kernels import rules
 from cute_kernels._runtime import checks
 from cute_kernels.eval import models
+from cute_kernels.eval.rounding import CODECS
 from cute_kernels.eval.settings import PARTS, WINDOW
 
 TASKS = ("perplexity", "needle", "recall", "longbench", "ruler")
@@ -95,6 +96,13 @@ def _pruning(add: Callable[..., object]) -> None:
         metavar="LIST",
         help="shares of a prompt's tokens to evict first, those of least attention (H2O); not for longbench and ruler "
         "(default: %(default)s)",
+    )
+    add(
+        "--codec",
+        type=_list(_codec),
+        default="own",
+        metavar="LIST",
+        help=f"how what leaves the window is stored: own (as it is), {', '.join(CODECS)} (default: %(default)s)",
     )
     add(
         "--window",
@@ -191,6 +199,11 @@ def _rules(text: str) -> str:
     for name in text.split("+", 1):
         _one_of(tuple(rules.RULES))(name)
     return text
+
+
+def _codec(text: str) -> str:
+    """As `Setting` takes it."""
+    return "" if text == "own" else _one_of(CODECS)(text)
 
 
 def _shares(text: str) -> float | tuple[float, float]:

@@ -68,6 +68,7 @@ class Evaluation:
             window=args.window,
             granularity=args.granularity,
             evictions=args.evict,
+            codecs=args.codec,
         )
         models.check(self.settings, args.cache)
         models.check_dtype(args.model, args.dtype, args.cache)
@@ -162,7 +163,7 @@ def _identity(args: argparse.Namespace) -> results.Row:
     """What makes results comparable: everything but the settings, the tasks chosen and where files go."""
     import transformers
 
-    apart = ("rules", "parts", "sparsity", "evict", "tasks", "out", "device")
+    apart = ("rules", "parts", "sparsity", "evict", "codec", "tasks", "out", "device")
     known = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
     versions = {"cute_kernels": __version__, "transformers": transformers.__version__, "torch": torch.__version__}
     return {name: value for name, value in known.items() if name not in apart} | versions

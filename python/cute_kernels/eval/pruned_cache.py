@@ -1,5 +1,5 @@
-"""A Transformers cache, dense in memory, whose tokens older than the window are pruned: numerically what a sparse cache
-holds, for any rule, dtype and head size.
+"""A Transformers cache, dense in memory, whose tokens older than the window are pruned and rounded: numerically what a
+sparse cache holds, for any rule, codec, dtype and head size.
 
 A layer prunes at the start of its next update, so that the tokens of one forward pass, a prefill above all, see each
 other densely, and the queries of that pass are known to the rules that want them. Tokens are evicted at the end of the
@@ -19,6 +19,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from cute_kernels import rules
+from cute_kernels.eval.rounding import channel_scales, rounded
 from cute_kernels.eval.settings import Setting, kept_elements
 
 OBSERVED_QUERIES = 32  # as in the sources of the rules
@@ -36,6 +37,7 @@ class PrunedLayer(DynamicLayer):
         self._random = {"key": rules.Random(2 * seed), "value": rules.Random(2 * seed + 1)}
         self._pruned = 0
         self._evicts = setting.evicted > 0  # until the first pass
+        self._scales: dict[str, Tensor] = {}  # of channels, by role, once chosen
         self._queries: Tensor | None = None
         self._scale: float | None = None
         pruned_roles = [role for role in ("key", "value") if setting.rule_of(role)[1]]
@@ -84,15 +86,19 @@ class PrunedLayer(DynamicLayer):
     @torch.no_grad()
     def _prune_old(self) -> None:
         end = max(0, self.get_seq_length() - self._setting.window) // self._together * self._together
-        if end <= self._pruned or self._setting.part == "none":
+        if end <= self._pruned or self._setting.is_dense:
             return
         assert self.keys is not None and self.values is not None
         old = slice(self._pruned, end)
         made = {role: self._rule(role, old) for role in ("key", "value") if self._setting.rule_of(role)[1]}
-        for role, rule in made.items():
-            cache = self.keys if role == "key" else self.values
-            kept = kept_elements(cache.shape[3], self._setting.rule_of(role)[1])
-            cache[:, :, old] = rule.prune(cache[:, :, old], kept, role)
+        for role, cache in (("key", self.keys), ("value", self.values)):
+            if self._setting.codec and self._pruned == 0:
+                self._scales[role] = channel_scales(cache[:, :, old])
+            if role in made:
+                kept = kept_elements(cache.shape[3], self._setting.rule_of(role)[1])
+                cache[:, :, old] = made[role].prune(cache[:, :, old], kept, role)
+            if self._setting.codec:
+                cache[:, :, old] = rounded(cache[:, :, old], self._setting.codec, self._scales[role])
         self._pruned = end
 
     def _rule(self, role: str, old: slice) -> rules.Rule:
