@@ -161,7 +161,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = GenerationConfig.from_model_config(model.config)
     chosen.do_sample = False
     sizes = {"sparsity": options.sparsity, "window": options.window, "requests": options.requests}
-    with SparseKVBatching(model.eval(), memory=options.memory, generation_config=chosen, **sizes) as manager:
+    manager = SparseKVBatching(model.eval(), memory=options.memory, generation_config=chosen, **sizes)
+    manager.warmup()
+    with manager:
         vocabulary = model.config.get_text_config().vocab_size
         server = make_server(Completions(manager, tokenizer, vocabulary), options.host, options.port)
         print(f"serving on http://{options.host}:{server.server_address[1]}", flush=True)
