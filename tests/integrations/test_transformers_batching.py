@@ -104,8 +104,8 @@ def test_pruned_tokens_are_those_of_a_sparse_cache(place, rng):
 def test_graphs(warmed, rng):
     """Steps of decoding alone are replays, of a row to more than there are; prompts come in between."""
     model = llama("cuda")
-    inputs = prompts(rng, [rng.randint(1, 300) for _ in range(14)])
-    new = [rng.randint(1, 200) for _ in inputs]
+    inputs = prompts(rng, [rng.randint(1, 300) for _ in range(9)])
+    new = [rng.randint(1, 80) for _ in inputs]
     manager = manager_of(model, sparsity=0.0, requests=7)
     if warmed:
         manager.warmup()
