@@ -37,8 +37,9 @@ def prune(
     sparsity: share of every token's D elements to drop, 0 to 1: keeps floor(D * (1 - sparsity) + 1e-6), at least 1.
     keep: how many elements of every token to keep, 1 to D. With neither, every nonzero is kept.
     method: "magnitude", per token: the `keep` largest |x|, ties to the lower channel. NaN is larger than everything.
-        Or another rule of `cute_kernels.rules`, by its name or, where it takes inputs, itself.
-    role: "key" or "value", for rules that tell them apart.
+        Or another rule of `cute_kernels.rules`, by its name or, where it takes inputs, itself. "2of4", two of every
+        four neighbours, takes neither sparsity nor keep.
+    role: "key" or "value", for rules that tell them apart; None: as a key for "2of4" and "magnitude-2of4".
 
     Returns a contiguous tensor like x, with +0 for what is dropped and for -0.0. It has no gradient: a backward pass
     through it raises RuntimeError.
@@ -55,7 +56,7 @@ def prune(
     if role is not None:
         checks.role(role)
     x = checks.dense_cache(x, "x")
-    kept = checks.kept_elements(x.shape[3], sparsity, keep)
+    kept = _kept(rule, x.shape[3], sparsity, keep)
     if kept and not isinstance(rule, Magnitude):
         return rule.prune(x, kept, role)
     return _prune(x, kept) if ops.eager(x) else _PRUNE(x, kept)
@@ -97,7 +98,7 @@ def compress(
     checks.role(role)
     rule = rules.resolve(method)
     x = checks.dense_cache(x, "x")
-    kept = checks.kept_elements(x.shape[3], sparsity, keep)
+    kept = _kept(rule, x.shape[3], sparsity, keep)
     memory = None
     if out is not None:
         memory = storage_of(out, "out", role)
@@ -138,9 +139,11 @@ def compress_kv(
         raise ValueError(f"v must have the shape of k, {tuple(k.shape)}, got {tuple(v.shape)}")
     checks.device(v.device, "v", k.device, "k")
     head_dim = k.shape[3]
-    both = checks.kept_elements(head_dim, sparsity, keep)
-    kept_k = both if key_keep is None else checks.kept_elements(head_dim, None, key_keep, "key_keep")
-    kept_v = both if value_keep is None else checks.kept_elements(head_dim, None, value_keep, "value_keep")
+    checks.kept_elements(head_dim, sparsity, keep)
+    kept_k, kept_v = (
+        _kept(rule, head_dim, sparsity, keep) if own is None else _kept(rule, head_dim, None, own, name)
+        for rule, own, name in ((key_rule, key_keep, "key_keep"), (value_rule, value_keep, "value_keep"))
+    )
     memory_k = memory_v = None
     if out is not None:
         out_k, out_v = checks.pair(out, "out")
@@ -158,6 +161,12 @@ def compress_kv(
         ]
     )
     return (from_storage(keys), from_storage(values)) if out is None else (out[0], out[1])
+
+
+def _kept(rule: Rule, head_dim: int, sparsity: Any, keep: Any, name: str = "keep") -> int:
+    """What the rule is to keep of every D elements; 0: every nonzero."""
+    kept = checks.kept_elements(head_dim, sparsity, keep, name)
+    return rule.checked_kept(kept, head_dim, name if sparsity is None else "sparsity")
 
 
 def _codec(codec: Any, name: str, x: Tensor, out: Storage | None) -> str:

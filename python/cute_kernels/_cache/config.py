@@ -103,7 +103,10 @@ def config(
     both = checks.kept_elements(channels, sparsity, keep)
     kept_k = both if key_keep is None else checks.kept_elements(channels, None, key_keep, "key_keep")
     kept_v = both if value_keep is None else checks.kept_elements(channels, None, value_keep, "value_keep")
+    for_both = "keep" if sparsity is None else "sparsity"
     rules = tile_rules.resolve_pair(key_rule, value_rule)
+    kept_k = rules[0].checked_kept(kept_k, channels, for_both if key_keep is None else "key_keep")
+    kept_v = rules[1].checked_kept(kept_v, channels, for_both if value_keep is None else "value_keep")
     keys, values = TileRule(rules[0], "key", kept_k), TileRule(rules[1], "value", kept_v)
     recent = at_least(window, "window", 0)
     page = at_least(page_tokens, "page_tokens", TILE)

@@ -50,6 +50,7 @@ class CacheStorage:
             device=device,
         )
         self._rules = made_for.keys, made_for.values
+        self.constrained = torch.zeros(2, dtype=torch.int64, device=device)  # of keys and values: Rule.constrained
         self.windows = Windows.allocate(self.pool, made_for.recent, made_for.max_append)
         self.lengths = torch.zeros(sequences, dtype=torch.int32, device=device)
         self._numbers = torch.arange(sequences, dtype=torch.int32, device=device)
@@ -68,12 +69,12 @@ class CacheStorage:
                 if isinstance(to, Tensor):
                     _copy_into(to, of)
         _copy_into(new.lengths, self.lengths)
-        new.content, new._remembered = self.content, self._remembered
+        new.content, new._remembered, new.constrained = self.content, self._remembered, self.constrained
         return new
 
     @property
     def nbytes(self) -> int:
-        others = self.lengths, self._numbers, self.content
+        others = self.lengths, self._numbers, self.content, self.constrained
         return self.pool.nbytes + self.windows.nbytes + sum(tensor.nbytes for tensor in others)
 
     def problem(
@@ -146,7 +147,7 @@ class CacheStorage:
 
     def _prune(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         keys, values = self._rules
-        return keys.prune(k), values.prune(v)
+        return keys.prune(k, self.constrained[0]), values.prune(v, self.constrained[1])
 
     def move(self, targets: Sequence[int], sources: Sequence[int]) -> None:
         """Row targets[i] becomes a copy of row sources[i], except for its pages."""
@@ -208,12 +209,13 @@ class CacheStorage:
         return lengths[:sequences], lengths[sequences:], bool(failed)
 
     def dropped(self) -> dict[str, int]:
-        """Tiles that exceeded their slots, the nonzeros that they lost, and nonzeros that the codec cannot store. Waits
-        for the device."""
+        """Tiles that exceeded their slots, and the nonzeros that they lost; nonzeros that the codec cannot store, and
+        those that a rule's constraint lost. Waits for the device."""
         names = ("key_tiles_trimmed", "key_values_dropped", "value_tiles_trimmed", "value_values_dropped")
         refused = "key_values_refused", "value_values_refused"
-        counts = torch.cat([self.pool.dropped.flatten(), self.pool.refused]).tolist()
-        return dict(zip((*names, *refused), counts, strict=True))
+        constrained = "key_values_constrained", "value_values_constrained"
+        counts = torch.cat([self.pool.dropped.flatten(), self.pool.refused, self.constrained]).tolist()
+        return dict(zip((*names, *refused, *constrained), counts, strict=True))
 
     def _pages_content(self) -> tuple[Tensor, ...]:
         """What a page consists of: tensors of slots."""
