@@ -150,6 +150,8 @@ void run(attention::Problem const& problem, Workspace const& workspace, std::str
     throw std::runtime_error(std::string("GPU kernels take keys and values in one codec, not ") +
                              format::codec_name(problem.keys.codec) + " and " +
                              format::codec_name(problem.values.codec));
+  for (format::SparseView const* view : {&problem.keys, &problem.values})
+    format::check_tile_format(*view, format::TileFormatId::kBitmap, "a GPU's sparse_attention");
   visit_backend(backend, problem.keys.padded_head_dim, device, [&](auto kernels) {
     using Prefill = typename decltype(kernels)::Prefill;
     if constexpr (!std::is_void_v<Prefill>) {

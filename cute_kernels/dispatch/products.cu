@@ -68,6 +68,7 @@ Plan plan_product(Product const& product, Kernels<Params> const& kernels, int de
 void run(Product const& product, Workspace const& workspace, std::string const& backend, Tuning const& tuning,
          cudaStream_t stream) {
   SparseView const& view = product.sparse;
+  format::check_tile_format(view, format::TileFormatId::kBitmap, "a GPU's sparse_qk and sparse_av");
   DeviceLimits device = current_device();
   visit_backend(backend, view.padded_head_dim, device, [&](auto kernels) {
     using Backend = decltype(kernels);

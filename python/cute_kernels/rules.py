@@ -45,6 +45,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels._runtime import checks
+from cute_kernels._storage.two_of_four import dealt_apart
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # of what rules take beside the cache
 GROUP_TOKENS = 32  # as in the experiments of arXiv 2505.22913
@@ -326,24 +327,9 @@ class MagnitudeTwoOfFour(Rule):
 def channel_order(x: Tensor, kept: int) -> Tensor:
     """The order of channels, (B, Hkv, D) int64, whose fours are neighbours for `TwoOfFour`: position -> channel.
 
-    Channels by how often they are among the `kept` largest of their token and not zero, most first, ties to the lower
-    channel, are dealt to the D / 4 groups, back and forth. Within a group the densest has a place that rotates from
-    group to group, so that every position modulo 8 has dense and empty channels alike.
+    Channels that are often among the `kept` largest of their token, and not zero, are kept apart: see `dealt_apart`.
     """
-    counts = (largest(x.abs(), kept, 3) & (x != 0)).sum(2)
-    return dealt_apart(counts)
-
-
-def dealt_apart(counts: Tensor) -> Tensor:
-    """`channel_order` of the counts (B, Hkv, D) of every channel."""
-    head_dim = counts.shape[-1]
-    rank = torch.arange(head_dim, device=counts.device)
-    groups = head_dim // 4
-    turn, place = rank // groups, rank % groups
-    group = torch.where(turn % 2 == 0, place, groups - 1 - place)
-    position = 4 * group + (turn + group // 2) % 4
-    ranks = torch.empty_like(position).scatter_(0, position, rank)
-    return counts.sort(dim=-1, descending=True, stable=True).indices[..., ranks]
+    return dealt_apart((largest(x.abs(), kept, 3) & (x != 0)).sum(2))
 
 
 def _two_of_four(x: Tensor, kept: int, role: str | None) -> Tensor:
