@@ -111,7 +111,7 @@ def compress(
         memory = storage_of(out, "out", role)
         check_preallocated(memory, "out", x, "x", _stored(rule, kept))
     chosen = _codec(codec, "codec", x, memory)
-    form = _tile_format(tile_format, rule, kept, x.device, memory)
+    form = _tile_format(tile_format, rule, kept, memory)
     (storage,) = _compress([_cache(x, role, rule, kept, chosen, form, memory)])
     return from_storage(storage) if out is None else out
 
@@ -166,7 +166,7 @@ def compress_kv(
     )
     keys, values = _compress(
         [
-            _cache(x, role, rule, kept, chosen, _tile_format(tile_format, rule, kept, x.device, memory), memory)
+            _cache(x, role, rule, kept, chosen, _tile_format(tile_format, rule, kept, memory), memory)
             for x, role, rule, kept, chosen, memory in (
                 (k, "key", key_rule, kept_k, codec_k, memory_k),
                 (v, "value", value_rule, kept_v, codec_v, memory_v),
@@ -200,12 +200,11 @@ def _stored(rule: Rule, kept: int) -> int:
     return kept if rule.per_token else 0
 
 
-def _tile_format(given: Any, rule: Rule, kept: int, device: torch.device, out: Storage | None) -> str:
+def _tile_format(given: Any, rule: Rule, kept: int, out: Storage | None) -> str:
     """The tile format to compress into. Raises TypeError or ValueError for a wrong one, and one that does not go with
     the rule or with `out`."""
     if given is None:
-        has_kernels = device.type == "cpu"
-        return TWO_OF_FOUR if isinstance(rule, TwoOfFour) and out is None and has_kernels else BITMAP
+        return TWO_OF_FOUR if isinstance(rule, TwoOfFour) and out is None else BITMAP
     if not isinstance(given, str):
         raise TypeError(f"tile_format must be a str or None, got {type(given).__name__}")
     if given not in TILE_FORMATS:

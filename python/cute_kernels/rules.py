@@ -273,8 +273,8 @@ class TwoOfFour(Rule):
     format "two_of_four". It takes no `keep`: half of every four is kept.
 
     Neighbours are those along the product's inner dimension. Of values: four consecutive tokens, counted from the
-    first. Of keys: four channels in the order that `channel_order` chooses from the whole cache, or, in a cache that
-    grows, from each tile, such that channels with many large elements do not meet.
+    first. Of keys: four channels in the order that `channel_order` chooses such that channels with many large elements
+    do not meet: from the whole cache or, in a cache that grows, from the first tokens of a sequence that it stores.
     """
 
     name = "2of4"
@@ -292,7 +292,7 @@ class TwoOfFour(Rule):
         return _lost(x, pruned, kept)
 
     def mask(self, x: Tensor, kept: int, role: str | None) -> Tensor:
-        return _two_of_four(x, x.shape[3] // 2, role)
+        return two_of_four(x, None if role == "value" else channel_order(x, x.shape[3] // 2), role)
 
 
 class MagnitudeTwoOfFour(Rule):
@@ -315,7 +315,8 @@ class MagnitudeTwoOfFour(Rule):
         return min(kept, head_dim // 2)
 
     def mask(self, x: Tensor, kept: int, role: str | None) -> Tensor:
-        candidates = _two_of_four(x, min(kept, x.shape[3] // 2), role)
+        most = min(kept, x.shape[3] // 2)
+        candidates = two_of_four(x, None if role == "value" else channel_order(x, most), role)
         if kept == x.shape[3]:
             return candidates
         return largest(torch.where(candidates, x.abs(), -1.0), kept, 3) & candidates
@@ -332,13 +333,15 @@ def channel_order(x: Tensor, kept: int) -> Tensor:
     return dealt_apart((largest(x.abs(), kept, 3) & (x != 0)).sum(2))
 
 
-def _two_of_four(x: Tensor, kept: int, role: str | None) -> Tensor:
-    """The two largest of every four neighbours; ties: the first of the order, which is that for `kept`."""
+def two_of_four(x: Tensor, order: Tensor | None, role: str | None) -> Tensor:
+    """Bool mask of the two largest of every four neighbours, ties to the first; order (B, Hkv, D), int64: that of the
+    channels of keys."""
     scores, (tokens, head_dim) = x.abs(), x.shape[2:]
     if role == "value":
         padded = torch.nn.functional.pad(scores, (0, 0, 0, -tokens % 4))
         return largest(padded.unflatten(2, (-1, 4)), 2, 3).flatten(2, 3)[:, :, :tokens]
-    index = channel_order(x, kept)[:, :, None].expand(x.shape)
+    assert order is not None
+    index = order[:, :, None].expand(x.shape)
     groups = scores.gather(3, index).unflatten(3, (head_dim // 4, 4))
     chosen = largest(groups, 2, 4).flatten(3)
     return torch.zeros_like(chosen).scatter_(3, index, chosen)

@@ -28,6 +28,8 @@ struct TwoOfFourTile {
   CUTE_HOST_DEVICE static constexpr int metadata_rows(int head_dim) {
     return lane_groups(head_dim) * kMetadataBits / 32;
   }
+  // As in BitmapTile.
+  CUTE_HOST_DEVICE static constexpr int scale_row(int head_dim) { return metadata_rows(head_dim); }
   template <class Codec>
   CUTE_HOST_DEVICE static constexpr int first_value_row(int head_dim) {
     return metadata_rows(head_dim) + Codec::kScaleRows;
@@ -39,6 +41,9 @@ struct TwoOfFourTile {
 
   // Columns of A have the positions in which they come: neighbours stay neighbours.
   CUTE_HOST_DEVICE static constexpr int position_of_column(int column) { return column; }
+  CUTE_HOST_DEVICE static constexpr int fragment_entry(int eight, int next) { return next + 2 * eight; }
+  CUTE_HOST_DEVICE static constexpr int eight_of(int entry) { return entry / 2; }
+  CUTE_HOST_DEVICE static constexpr int next_of(int entry) { return entry % 2; }
 
   // Where a value of a lane's group is, in the lane's words: in the order of the registers with 16 and 8 bits. With 4 a
   // word has an atom's 8 values, the first ones of its four groups in the lower half: nibbles i and i + 4, under one
