@@ -98,35 +98,86 @@ def test_pairs(method, codec, device, rng):
     assert oracle.relative_error(ck.sparse_attention(q.to(device), *pair), expected) < 4e-3
 
 
-@pytest.mark.parametrize("method", ["2of4", "magnitude-2of4"])
-def test_a_cache_that_grows(method, device, rng):
-    keep = {} if method == "2of4" else {"keep": 20}
+def grown(method: str, device, k: torch.Tensor, v: torch.Tensor, **options) -> ck.KVCache:
+    """A cache of 400 tokens of two sequences, the first 200 at once; 32 stay dense."""
     cache = ck.KVCache(
-        max_batch=3, kv_heads=2, head_dim=64, capacity=600, window=32, key_rule=method, value_rule=method,
-        device=device, **keep,
-    )  # fmt: skip
-    k, v = (oracle.gaussian(2, 2, 400, 64) for _ in range(2))
+        max_batch=3,
+        kv_heads=k.shape[1],
+        head_dim=k.shape[3],
+        dtype=k.dtype,
+        capacity=600,
+        window=32,
+        key_rule=method,
+        value_rule=method,
+        device=device,
+        **options,
+    )
     cache.prefill(k[:, :, :200].to(device), v[:, :, :200].to(device))
     for begin in range(200, 400, 50):
         cache.append(k[:, :, begin : begin + 50].to(device), v[:, :, begin : begin + 50].to(device))
+    return cache
+
+
+STORED = (400 - 32) // 64 * 64
+
+
+@pytest.mark.parametrize("method", ["2of4", "magnitude-2of4"])
+def test_a_cache_that_grows(method, device, rng):
+    """Channels of keys have the order of the first tiles that were stored, or each tile its own with a keep."""
+    keep = {} if method == "2of4" else {"keep": 20}
+    k, v = (oracle.gaussian(2, 2, 400, 64) for _ in range(2))
+    cache = grown(method, device, k, v, **keep)
     lost = {"key": 0, "value": 0}
-    stored = (400 - 32) // 64 * 64
+    firsts = []
     for row in range(2):
         for role, x, got in zip(ROLES, (k, v), cache.dense(row)):
-            tiles = x[row, :, :stored].unflatten(1, (-1, 64)).transpose(0, 1)
-            limit = 20 if keep else None
-            pruned = two_of_four(tiles, role, limit, limit=bool(keep))
-            assert oracle.same_bits(got[:, :stored], pruned.transpose(0, 1).flatten(1, 2))
-            free = oracle.prune(tiles, limit or 32)
+            tiles = x[row, :, :STORED].unflatten(1, (-1, 64)).transpose(0, 1)
+            order = None if keep else channel_order(x[row : row + 1, :, :128], 32).repeat(len(tiles), axis=0)
+            pruned = two_of_four(tiles, role, keep.get("keep"), limit=bool(keep), order=order)
+            assert oracle.same_bits(got[:, :STORED], pruned.transpose(0, 1).flatten(1, 2))
+            assert oracle.same_bits(got[:, STORED:], x[row, :, STORED:])
+            free = oracle.prune(tiles, keep.get("keep", 32))
             lost[role] += int(((free != 0) & (pruned == 0)).sum())
+            firsts.append(got[:, :64])
     statistics = cache.statistics()
     assert {role: statistics[f"{role}_values_constrained"] for role in ROLES} == lost
     assert statistics["key_tiles_trimmed"] == statistics["value_tiles_trimmed"] == 0
     fork = cache.fork(0)
     cache.crop(100)
-    first = two_of_four(k[:1, :, :64], "key", 20 if keep else None, limit=bool(keep))
     for row in (0, fork):
-        assert oracle.same_bits(cache.dense(row)[0][:, :64], first[0])
+        assert oracle.same_bits(cache.dense(row)[0][:, :64], firsts[0])
+        assert oracle.same_bits(cache.dense(row)[1][:, :64], firsts[1])
+
+
+@pytest.mark.parametrize("codec", [None, "fp8", "int8", "int4"])
+@pytest.mark.parametrize("dtype", oracle.DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 72])
+def test_attention_over_a_cache_that_grows(head_dim, dtype, codec, device, rng):
+    k, v = (oracle.gaussian(2, 2, 400, head_dim, dtype=dtype) for _ in range(2))
+    cache = grown("2of4", device, k, v, codec=codec)
+    q = oracle.gaussian(3, 6, 1, head_dim, dtype=dtype)[:2]
+    dense = [torch.stack([cache.dense(row)[i].cpu() for row in range(2)]) for i in range(2)]
+    expected, _ = oracle.attention(q, *dense, head_dim**-0.5)
+    tolerance = 4e-3 if dtype == torch.float16 else 2e-2  # dense is rounded
+    assert oracle.relative_error(cache.attend(q.to(device)), expected) < tolerance
+    new = [oracle.gaussian(2, heads, 1, head_dim, dtype=dtype) for heads in (6, 2, 2)]
+    out = cache.step(*(x.to(device) for x in new))
+    dense = [torch.cat([x, y], dim=2) for x, y in zip(dense, new[1:])]
+    expected, _ = oracle.attention(new[0], *dense, head_dim**-0.5)
+    assert oracle.relative_error(out, expected) < tolerance
+
+
+@pytest.mark.parametrize("codec", ["fp8", "int4"])
+def test_a_narrow_cache_that_grows(codec, device, rng):
+    """Scales of channels are those of the first tile."""
+    k, v = (oracle.lognormal_channels(2, 2, 400, 64).clamp(-6e4, 6e4) for _ in range(2))
+    cache = grown("2of4", device, k, v, codec=codec)
+    for row in range(2):
+        for role, x, got in zip(ROLES, (k, v), cache.dense(row)):
+            x = x[row : row + 1, :, :STORED]
+            pruned = two_of_four(x, role, order=channel_order(x[:, :, :128], 32))
+            exact = oracle.to_dtype(oracle.narrow(x, None, codec, 64, pruned=pruned), torch.float16)
+            assert oracle.same_bits(got[None, :, :STORED], exact + 0.0)
 
 
 X = torch.zeros(1, 2, 40, 64, dtype=torch.float16)

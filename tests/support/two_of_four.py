@@ -25,16 +25,19 @@ def channel_order(x: torch.Tensor, kept: int) -> np.ndarray:
     return order
 
 
-def two_of_four(x: torch.Tensor, role: str, kept: int | None = None, limit: bool = False) -> torch.Tensor:
+def two_of_four(
+    x: torch.Tensor, role: str, kept: int | None = None, limit: bool = False, order: np.ndarray | None = None
+) -> torch.Tensor:
     """x pruned. kept: of every token, by which the channels are ordered; None: half. limit: whether of the two largest
-    of every four only the `kept` largest of a token remain."""
+    of every four only the `kept` largest of a token remain. order: of the channels; None: as `channel_order` has it."""
     _, _, tokens, head_dim = x.shape
     keys = oracle.magnitude_keys(x)
     lines = np.full((*keys.shape[:2], tokens + -tokens % 4, head_dim), -1)
     lines[:, :, :tokens] = keys
     mask = np.zeros(lines.shape, dtype=bool)
     if role == "key":
-        index = np.broadcast_to(channel_order(x, kept or head_dim // 2)[:, :, None], lines.shape)
+        order = channel_order(x, kept or head_dim // 2) if order is None else order
+        index = np.broadcast_to(order[:, :, None], lines.shape)
         groups = np.take_along_axis(lines, index, 3).reshape(*lines.shape[:3], head_dim // 4, 4)
         best = np.zeros(groups.shape, dtype=bool)
         np.put_along_axis(best, np.argsort(-groups, axis=-1, kind="stable")[..., :2], True, axis=-1)

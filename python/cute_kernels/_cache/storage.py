@@ -20,6 +20,7 @@ from cute_kernels._cache.extend import Run, Tiles
 from cute_kernels._cache.pool import Pool, Share, Windows
 from cute_kernels._cache.sequences import TILE, Changes, Row
 from cute_kernels._runtime.extension import _C
+from cute_kernels._storage.storage import TWO_OF_FOUR
 
 _REMEMBERED = 64  # groups of sequences whose numbers stay on the device
 
@@ -47,6 +48,7 @@ class CacheStorage:
             slot_rows=made_for.slot_rows,
             key_codec=made_for.key_codec,
             value_codec=made_for.value_codec,
+            tile_format=made_for.tile_format,
             device=device,
         )
         self._rules = made_for.keys, made_for.values
@@ -135,7 +137,9 @@ class CacheStorage:
         """The tiles that get full with the last run.tokens of k and v (B, Hkv, T, D). Writes over nothing that the
         sequences hold: `settle` makes the tiles theirs."""
         numbers = self._numbers[run.row : run.row + run.count]
-        extend.store_run(self.pool, self.windows, k, v, run, self._tiles(run, tiles), numbers, self._prune)
+        extend.store_run(
+            self.pool, self.windows, k, v, run, self._tiles(run, tiles), numbers, self._prune, self.constrained
+        )
 
     def settle(self, k: Tensor, v: Tensor, run: Run, tiles: int) -> None:
         """Windows and lengths after `store` of the same."""
@@ -146,6 +150,8 @@ class CacheStorage:
         return Tiles(run.compressed // TILE, tiles, tiles)
 
     def _prune(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if self.pool.tile_format == TWO_OF_FOUR:  # chosen as tiles are stored, in the order of the sequence's channels
+            return k, v
         keys, values = self._rules
         return keys.prune(k, self.constrained[0]), values.prune(v, self.constrained[1])
 
