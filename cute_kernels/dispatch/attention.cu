@@ -97,7 +97,8 @@ void run_with(Kernels<Params> const& kernels, attention::Problem const& problem,
   schedule.rows = params.group * problem.q_tokens;
   int n = kernels.rows_per_pass(schedule.rows), row_blocks = (schedule.rows + n - 1) / n;
   int64_t cost = describe_work(problem, row_blocks, schedule);
-  params.separate_orders = keys.token_order != values.token_order;
+  bool is_two_of_four = keys.tile_format == format::TileFormatId::kTwoOfFour;  // whose order is that of memory
+  params.separate_orders = !is_two_of_four && keys.token_order != values.token_order;
   params.zero_masked = problem.lengths && !keys.pages.table;  // sequences in pages end with a tile
   params.uniform = !schedule.variable_length && !params.separate_orders && !keys.pages.table && !problem.sequences;
 
@@ -150,19 +151,25 @@ void run(attention::Problem const& problem, Workspace const& workspace, std::str
     throw std::runtime_error(std::string("GPU kernels take keys and values in one codec, not ") +
                              format::codec_name(problem.keys.codec) + " and " +
                              format::codec_name(problem.values.codec));
+  if (problem.values.tile_format != problem.keys.tile_format)
+    throw std::runtime_error(std::string("GPU kernels take keys and values in one tile format, not ") +
+                             format::tile_format_name(problem.keys.tile_format) + " and " +
+                             format::tile_format_name(problem.values.tile_format));
   visit_backend(backend, problem.keys.padded_head_dim, device, [&](auto kernels) {
     using Prefill = typename decltype(kernels)::Prefill;
     if constexpr (!std::is_void_v<Prefill>) {
       int rows = problem.q_heads / problem.keys.kv_heads * problem.q_tokens;
-      bool is_narrow = format::has_scales(problem.keys.codec);  // the prefill kernel has no such decoder
-      if (!is_narrow && rows > most_decoding_rows(problem.keys.padded_head_dim)) {
+      // The prefill kernel decodes 16-bit values under a bitmap.
+      bool has_decoder =
+          !format::has_scales(problem.keys.codec) && problem.keys.tile_format == format::TileFormatId::kBitmap;
+      if (has_decoder && rows > most_decoding_rows(problem.keys.padded_head_dim)) {
         if (tuning.stages_ahead > 0)
           throw std::runtime_error("no stages ahead can be chosen for " + std::to_string(rows) +
                                    " query rows a KV head, which the prefill kernel takes");
         return run_prefill<Prefill>(problem, workspace, device, stream);
       }
     }
-    run_with(decltype(kernels)::attention_kernels(problem.keys.codec), problem, workspace, device, tuning, stream);
+    run_with(decltype(kernels)::attention_kernels(problem.keys), problem, workspace, device, tuning, stream);
   });
 }
 

@@ -44,14 +44,14 @@ CUTE_DEVICE void load_queries(SharedP<Traits>& shared_p, uint8_t const* channel_
   for (int k = 0; k < size<2>(tCrB); ++k) {
     CUTE_UNROLL
     for (int j = 0; j < 2; ++j) {
-      // The position of column + 8 is next.
-      int position = Traits::TileFormat::position_of_column(16 * k + j) + 2 * (lane % 4);
+      int position = 16 * k + 8 * j + 2 * (lane % 4);
       uint32_t channels = __ldg(reinterpret_cast<uint16_t const*>(channel_order + position));
       CUTE_UNROLL
       for (int n = 0; n < Traits::kRowBlocks; ++n) {
         CUTE_UNROLL
         for (int i = 0; i < 2; ++i)
-          tCrB(make_coord(j, i), n, k) = shared_p.query(8 * n + lane / 4)[channels >> (8 * i) & 0xff];
+          tCrB(Traits::TileFormat::fragment_entry(j, i), n, k) =
+              shared_p.query(8 * n + lane / 4)[channels >> (8 * i) & 0xff];
       }
     }
   }
@@ -63,10 +63,12 @@ CUTE_DEVICE void load_scaled_queries(Params const& params, SharedP<Traits>& shar
                                      uint16_t const* channel_scale, Fragment& tCrB /* ((2,2),MMA_N,MMA_K) */,
                                      float (&undo)[kRows]) {
   auto product = [&](int lane, int n, int v, int k) {
-    int position = Traits::TileFormat::position_of_column(16 * k + v % 2) + 2 * (lane % 4) + v / 2;
-    int channel = __ldg(channel_order + position);
-    float q = from_half_bits(shared_p.query(8 * n + lane / 4)[channel], params.keys.dtype);
-    return q * format::scale_value(__ldg(channel_scale + position));
+    // Two neighbouring positions are loaded together: the other one's product takes the same words.
+    int position = 16 * k + 8 * Traits::TileFormat::eight_of(v) + 2 * (lane % 4), next = Traits::TileFormat::next_of(v);
+    uint32_t channels = __ldg(reinterpret_cast<uint16_t const*>(channel_order + position));
+    float2 scales = mma::scale_pair(__ldg(reinterpret_cast<uint32_t const*>(channel_scale + position)));
+    uint16_t q = shared_p.query(8 * n + lane / 4)[channels >> (8 * next) & 0xff];
+    return from_half_bits(q, params.keys.dtype) * (next ? scales.y : scales.x);
   };
   mma::load_scaled_rows(tCrB, product, undo);
 }
