@@ -23,7 +23,6 @@ pipeline::KernelLimits limits(format::CodecId codec, int n) {
     limits.fixed_shared_bytes = kFixedBytes<T>;
     limits.one_ring = true;
     limits.stages_ahead = kStagesAhead;
-    limits.thin_work = pipeline::ThinWork::kNearestStep;
     limits.combines_in_cluster = true;
     return limits;
   });

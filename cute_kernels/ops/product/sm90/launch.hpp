@@ -43,7 +43,7 @@ pipeline::KernelLimits warp_limits(int result_bytes, bool reduces) {
   limits.fixed_shared_bytes = kWarpFixedBytes;
   limits.one_ring = true;
   limits.stages_ahead = kStagesAhead;
-  limits.thin_work = pipeline::ThinWork::kDownToStep;
+  limits.whole_steps = true;
   limits.combines_in_cluster = limits.sums_in_cta = reduces;
   static_assert(kMaxWarpgroups<Traits> * kWarpgroupWarps <= schedule::kMaxWorkers);
   return limits;
