@@ -14,13 +14,19 @@ CUTE_DEVICE void stage_queries(Params const& params, schedule::WorkTile const& w
   using Element = typename Traits::Element;
   constexpr int kSteps = Traits::kHeadDim / (4 * Traits::kWorkerWarps);  // of a quad, which has a row of each block
   int lane = threadIdx.x % 32, first_channel = 4 * kSteps * worker.part + lane % 4;  // then every fourth
+  int before = 0;  // where the row's first token of those that all rows have would lie
+  if constexpr (!Traits::kUniform) {
+    int most = params.query_tokens.divisor;
+    if (params.packed.starts)
+      before = params.packed.position(params.packed.of_row(work_tile.row, most), 0, most);
+  }
   CUTE_UNROLL
   for (int n = 0; n < Traits::kRowBlocks; ++n) {
     int row = 8 * n + lane / 4, head, token;
     params.query_tokens(head, token, work_tile.first_row + min(row, work_tile.rows - 1));
     auto const* from = static_cast<Element const*>(params.q) + work_tile.row * params.q_strides[0] +
                        (int64_t{work_tile.kv_head} * params.group + head) * params.q_strides[1] +
-                       token * params.q_strides[2];
+                       max(0, before + token) * params.q_strides[2];
     Element values[kSteps];
     CUTE_UNROLL
     for (int i = 0; i < kSteps; ++i) {

@@ -8,7 +8,6 @@
 
 #include "cute_kernels/mma/quarter_tile.hpp"
 #include "cute_kernels/ops/attention/prefill/storage.hpp"
-#include "cute_kernels/ops/attention/prefill/work_tile.hpp"
 
 namespace cute_kernels::attention::prefill {
 

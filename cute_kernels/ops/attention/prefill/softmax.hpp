@@ -1,16 +1,16 @@
-// Online softmax of a consumer's rows, and the mask. A thread has two of the 64 rows, lane / 4 and 8 further on of the
-// warp's 16, a quad shares both.
+// Online softmax of a consumer's rows. A thread has two of the 64 rows, lane / 4 and 8 further on of the warp's 16, a quad
+// shares both.
 //
-// As in FlashAttention-4, the maximum to which exponents are relative is raised, and what has been added up rescaled,
-// only when a logit exceeds it by more than kRescaleThreshold.
+// Whether a row's maximum has to be raised (rescaling.hpp) is asked of the largest exponent of both rows, compared as an
+// integer: above a threshold that is not negative, floats have the order of their bits. Of integers an instruction takes
+// the largest of three, so nearly all tiles pass with half the work of two floating-point maxima.
 #pragma once
 
 #include "cute_kernels/common/ptx.hpp"
 #include "cute_kernels/ops/attention/prefill/traits.hpp"
+#include "cute_kernels/ops/attention/rescaling.hpp"
 
 namespace cute_kernels::attention::prefill {
-
-inline constexpr float kRescaleThreshold = 8;  // P stays below 2^8, far within the range of fp16
 
 class Softmax {
  public:
@@ -20,18 +20,13 @@ class Softmax {
   // The unnormalised probabilities in place of logits. Returns whether O is to be multiplied by factor().
   template <class FragmentS>
   CUTE_DEVICE bool step(FragmentS& tCrS /* ((2,2,N/8),1,1) */) {
-    float largest[2];
-    bool rises = false;
     CUTE_UNROLL
-    for (int j = 0; j < 2; ++j) {
-      largest[j] = -INFINITY;
-      for_row(tCrS, j, [&](float s) { largest[j] = fmaxf(largest[j], s); });
-      rises |= largest[j] * scale_log2_ > threshold_[j];
-    }
-    bool rescales = __any_sync(~0u, rises);
+    for (int j = 0; j < 2; ++j) for_row(tCrS, j, [&](float& s) { s = fmaf(s, scale_log2_, -max_[j]); });
+    int limit = seen_[0] && seen_[1] ? __float_as_int(kRescaleThreshold) : INT_MIN;
+    bool rescales = __any_sync(~0u, largest_bits(tCrS) > limit);
     if (rescales) {
       CUTE_UNROLL
-      for (int j = 0; j < 2; ++j) raise(j, largest[j]);
+      for (int j = 0; j < 2; ++j) raise(tCrS, j);
     }
     CUTE_UNROLL
     for (int n = 0; n < size<0, 2>(tCrS); ++n) {
@@ -39,8 +34,7 @@ class Softmax {
       for (int j = 0; j < 2; ++j) {
         float& s0 = tCrS(make_coord(0, j, n), 0, 0);
         float& s1 = tCrS(make_coord(1, j, n), 0, 0);
-        s0 = ptx::exp2_approximate(fmaf(s0, scale_log2_, -max_[j]));
-        s1 = ptx::exp2_approximate(fmaf(s1, scale_log2_, -max_[j]));
+        s0 = ptx::exp2_approximate(s0), s1 = ptx::exp2_approximate(s1);
         sum_[j] += s0 + s1;
       }
     }
@@ -65,8 +59,9 @@ class Softmax {
 
  private:
   float scale_log2_;
-  // Of scaled logits, to base 2. The threshold is -infinity until one has been seen; sums are of this thread's tokens.
-  float max_[2] = {0, 0}, threshold_[2] = {-INFINITY, -INFINITY}, sum_[2] = {0, 0}, factor_[2];
+  // max_ is of scaled logits, to base 2, and 0 until one has been seen; sums are of this thread's tokens.
+  float max_[2] = {0, 0}, sum_[2] = {0, 0}, factor_[2];
+  bool seen_[2] = {false, false};
 
   template <class FragmentS, class F>
   CUTE_DEVICE static void for_row(FragmentS& tCrS, int j, F&& f) {
@@ -77,16 +72,36 @@ class Softmax {
     }
   }
 
-  CUTE_DEVICE void raise(int j, float largest) {
+  // In four chains, as many as hide an instruction's latency.
+  template <class FragmentS>
+  CUTE_DEVICE static int largest_bits(FragmentS const& tCrS) {
+    constexpr int kChains = 4;
+    auto bits = [&](int i) { return __float_as_int(tCrS(i)); };
+    int largest[kChains];
+    CUTE_UNROLL
+    for (int i = 0; i < kChains; ++i) largest[i] = __vimax3_s32(bits(3 * i), bits(3 * i + 1), bits(3 * i + 2));
+    CUTE_UNROLL
+    for (int i = 3 * kChains; i < size(FragmentS{}); i += 2) {
+      int& chain = largest[i / 2 % kChains];
+      chain = __vimax3_s32(chain, bits(i), bits(i + 1));
+    }
+    static_assert(size(FragmentS{}) % 2 == 0 && kChains == 4);
+    return max(__vimax3_s32(largest[0], largest[1], largest[2]), largest[3]);
+  }
+
+  template <class FragmentS>
+  CUTE_DEVICE void raise(FragmentS& tCrS, int j) {
+    float largest = -INFINITY;
+    for_row(tCrS, j, [&](float s) { largest = fmaxf(largest, s); });
     largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
     largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
     factor_[j] = 1;
-    if (largest == -INFINITY) return;
-    float scaled = largest * scale_log2_, raised = threshold_[j] == -INFINITY ? scaled : fmaxf(scaled, max_[j]);
-    factor_[j] = ptx::exp2_approximate(threshold_[j] == -INFINITY ? 0 : max_[j] - raised);
-    max_[j] = raised;
-    threshold_[j] = raised + kRescaleThreshold;
+    if (largest == -INFINITY || (seen_[j] && largest <= kRescaleThreshold)) return;
+    if (seen_[j]) factor_[j] = ptx::exp2_approximate(-largest);
+    seen_[j] = true;
+    max_[j] += largest;
     sum_[j] *= factor_[j];
+    for_row(tCrS, j, [&](float& s) { s -= largest; });
   }
 };
 
