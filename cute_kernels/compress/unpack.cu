@@ -46,7 +46,7 @@ __device__ void load_orders(uint8_t const* token_order, uint8_t const* channel_o
 // A warp's quarter of the tile's elements into dense.
 template <Role kRole, int HeadDim>
 __device__ void decode_quarter(UnpackStorage<HeadDim>& s) {
-  using Quarter = mma::TileQuarter<TileFormat, Codec, HeadDim>;
+  using Quarter = mma::QuarterTile<TileFormat, Codec, HeadDim>;
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   Quarter quarter(cute::cast_smem_ptr_to_uint(s.block), warp);
 #pragma unroll

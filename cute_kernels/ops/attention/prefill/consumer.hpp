@@ -37,7 +37,7 @@ class Consumer {
   static constexpr float kLog2E = 1.44269504088896f;
 
   Params const& params_;
-  WorkTile const& work_tile_;
+  WorkTile work_tile_;  // a copy, whose numbers are in registers
   Storage<Traits>& storage_;
   int consumer_, thread_;
   Softmax softmax_;
@@ -232,7 +232,7 @@ class Consumer {
   // Logits of tokens that a row does not see: -infinity.
   template <class FragmentS>
   CUTE_DEVICE void mask(int tile, unsigned operand, FragmentS& tCrS) {
-    if (work_tile_.seen_by_all(work_tile_.begin + tile)) return;
+    if (__builtin_expect(work_tile_.seen_by_all(work_tile_.begin + tile), true)) return;
     ptx::keep_branch();
     KvTile kv_tile = work_tile_.kv_tile(work_tile_.begin + tile);
     uint8_t const* token_order = storage_.token_order[operand % Traits::kStages];

@@ -77,6 +77,9 @@ class WorkTile {
   // Whether no CTA of the cluster has a query row: where batch rows differ in their number. Nothing else is known then.
   CUTE_DEVICE bool of_absent_rows() const { return of_absent_rows_; }
 
+  // Of the split's KV tiles, those of the window; they come first. May be less than none.
+  CUTE_DEVICE int window_tiles() const { return window_tiles_ - begin; }
+
   // Looked up again rather than held on to.
   CUTE_DEVICE QueryRows queries(Params const& params) const { return {params, row}; }
 
