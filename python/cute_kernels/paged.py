@@ -40,6 +40,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cute_kernels._attention import packed as packed_queries
 from cute_kernels._cache import checks as cache_checks
 from cute_kernels._cache import extend as _extend
 from cute_kernels._cache import page_pool, paged_ops
@@ -310,6 +311,8 @@ def attend(
     causal: bool = True,
     return_lse: bool = False,
     expected: tuple[int, int] | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    max_seqlen_q: int | None = None,
     out: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -322,6 +325,8 @@ def attend(
     return_lse: return (out, lse) with lse (n, Hq, Sq) float32, natural logarithm; see `merge_states`.
     expected: tokens in tiles of the longest of the sequences, and of all of them together, where the host knows them:
         it decides how work is divided, so no more than the last bits of results.
+    cu_seqlens_q, max_seqlen_q: as for `KVCache.attend`: q is (1, Hq, total, D), and row i of the batch, which belongs to
+        sequences[i], has its queries from cu_seqlens_q[i] to cu_seqlens_q[i + 1].
     out: where to put the result, contiguous and apart from q and the pool; default: a new tensor.
     backend: as for `sparse_attention`; "reference" reads lengths on the host.
 
@@ -337,6 +342,8 @@ def attend(
             "causal": causal,
             "return_lse": return_lse,
             "expected": expected,
+            "cu_seqlens_q": cu_seqlens_q,
+            "max_seqlen_q": max_seqlen_q,
             "backend": backend,
         }
 
@@ -349,10 +356,12 @@ def attend(
         _check_windows(windows, pool)
     cache_checks.queries(pool, q)
     _check_lengths(lengths, pool)
+    packed = packed_queries.check(cu_seqlens_q, max_seqlen_q, q)
+    rows, of_rows = (q.shape[0], "q") if packed is None else (packed.rows, "cu_seqlens_q")
     if sequences is not None:
-        page_pool.check_index(sequences, "sequences", q.shape[0], pool.device)
-    elif q.shape[0] > pool.sequences:
-        raise ValueError(f"q must have at most a row for each of {pool.sequences} sequences, got {q.shape[0]}")
+        page_pool.check_index(sequences, "sequences", rows, pool.device)
+    elif rows > pool.sequences:
+        raise ValueError(f"{of_rows} must have at most a row for each of {pool.sequences} sequences, got {rows}")
     factor = 1 / math.sqrt(pool.head_dim) if scale is None else checks.scale(scale)
     checks.flag(causal, "causal")
     checks.flag(return_lse, "return_lse")
@@ -364,11 +373,12 @@ def attend(
     else:
         checks.output(out, q.shape, q.dtype, pool.device)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32) if return_lse else None
-    if ops.eager(q, lengths, sequences, out, pool.blocks):
+    if ops.eager(q, lengths, sequences, cu_seqlens_q, out, pool.blocks):
         options = factor, causal, (longest, total), backend
-        paged_ops.attend(q, pool, windows, lengths, sequences, *options, out, lse)
+        paged_ops.attend(q, pool, windows, lengths, sequences, packed, *options, out, lse)
     else:
-        tensors = paged_ops.pool_tensors(pool), paged_ops.window_tensors(windows), lengths, sequences
+        starts, most = (None, None) if packed is None else (packed.starts, packed.most)
+        tensors = paged_ops.pool_tensors(pool), paged_ops.window_tensors(windows), lengths, sequences, starts, most
         sizes = paged_ops.pool_sizes(pool), paged_ops.window_sizes(windows)
         paged_ops.ATTEND(q, *tensors, *sizes, factor, causal, [longest, total], backend, out, lse)
     return out if lse is None else (out, lse)

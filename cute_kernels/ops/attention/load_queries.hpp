@@ -17,13 +17,19 @@ CUTE_DEVICE void stage_queries(Params const& params, schedule::WorkTile const& w
   using Element = typename Traits::Element;
   constexpr int kLanes = 4 * Traits::kWorkerWarps, kVectors = Traits::kHeadDim / 8 / kLanes;  // of a row; of a lane
   int lane = threadIdx.x % 32, first_vector = worker.part * 4 + lane % 4, head_dim = params.keys.head_dim;
+  int before = 0;  // where the row's first token of those that all rows have would lie
+  if constexpr (!Traits::kUniform) {
+    int most = params.query_tokens.divisor;
+    if (params.packed.starts)
+      before = params.packed.position(params.packed.of_row(work_tile.row, most), 0, most);
+  }
   CUTE_UNROLL
   for (int n = 0; n < Traits::kRowBlocks; ++n) {
     int row = 8 * n + lane / 4, head, token;
     params.query_tokens(head, token, work_tile.first_row + min(row, work_tile.rows - 1));
     auto const* from = static_cast<Element const*>(params.q) + work_tile.row * params.q_strides[0] +
                        (int64_t{work_tile.kv_head} * params.group + head) * params.q_strides[1] +
-                       token * params.q_strides[2];
+                      max(0, before + token) * params.q_strides[2];
     if (head_dim == Traits::kHeadDim && reinterpret_cast<uintptr_t>(from) % 16 == 0) {
       uint4 vectors[kVectors];
       CUTE_UNROLL

@@ -13,6 +13,7 @@ from dataclasses import fields
 import torch
 from torch import Tensor
 
+from cute_kernels._attention.packed import PackedQueries
 from cute_kernels._attention.problem import pack_problem
 from cute_kernels._cache import extend, page_pool
 from cute_kernels._cache.config import CacheConfig
@@ -80,16 +81,23 @@ class CacheStorage:
         return self.pool.nbytes + self.windows.nbytes + sum(tensor.nbytes for tensor in others)
 
     def problem(
-        self, q: Tensor, scale: float, causal: bool = True, *, expected: tuple[int, int]
+        self,
+        q: Tensor,
+        scale: float,
+        causal: bool = True,
+        *,
+        expected: tuple[int, int],
+        packed: PackedQueries | None = None,
     ) -> _C.AttentionProblem:
-        """Attention of queries like q over all that sequences hold; expected: see pack_problem. Valid as long as this
-        object; the last one is kept."""
-        wanted = q.shape, q.stride(), scale, causal, expected
+        """Attention of queries like q over all that sequences hold; expected, packed: see pack_problem. Valid as long
+        as this object; the last one is kept."""
+        rows = None if packed is None else (packed.rows, packed.most)
+        wanted = q.shape, q.stride(), scale, causal, expected, rows
         known, problem = self._problem
         if problem is None or known != wanted:
             views = self.pool.key_view, self.pool.value_view
             window = self.windows.attention_window
-            problem = pack_problem(*views, window, q, scale=scale, causal=causal, expected=expected)
+            problem = pack_problem(*views, window, q, scale=scale, causal=causal, expected=expected, packed=packed)
             self._problem = wanted, problem
         return problem
 
