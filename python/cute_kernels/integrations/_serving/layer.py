@@ -7,7 +7,7 @@ from torch import Tensor
 
 import cute_kernels as ck
 from cute_kernels import paged
-from cute_kernels.integrations._serving import dense
+from cute_kernels._attention import dense
 from cute_kernels.integrations._serving.step import Prompt, Step
 
 
@@ -51,7 +51,7 @@ class SparseKVLayer:
     def _attend_prompt(self, pool: paged.Pool, prompt: Prompt, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         """New tokens attend to each other densely and to all before them in pages and window, then enter the cache."""
         queries, keys, values = (_heads_first(x) for x in (q, k, v))
-        result, lse = dense.attend(queries, keys, values, self.scale)
+        result, lse = dense.causal(queries, keys, values, self.scale)
         if prompt.compressed + prompt.window:
             both = queries.new_empty(2, *queries.shape)
             both[0].copy_(result)
