@@ -166,7 +166,7 @@ def run(model: Any, side: Side, batch: int, prompt: int, new_tokens: int, seed: 
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, model.config.vocab_size, (batch, prompt + turn), generator=generator)
     if side.lookup is not None:
-        ids = ids[:, : LOOKUP_PERIOD].repeat(1, -(-ids.shape[1] // LOOKUP_PERIOD))[:, : ids.shape[1]]
+        ids = ids[:, :LOOKUP_PERIOD].repeat(1, -(-ids.shape[1] // LOOKUP_PERIOD))[:, : ids.shape[1]]
     ids = ids.to(device)
 
     def generate(prompt: int, turn: int, new_tokens: int) -> tuple[Any, _Clock, float]:

@@ -205,7 +205,7 @@ def markdown(rows: Sequence[Row]) -> str:
             "SparseKVCache(graphs=True). Sdpa without cuDNN: torch may prefer cuDNN, which makes a plan for "
             "every new length of the keys. Three numbers of prompt + new: the first prompt is in the cache, and times "
             "count from the second on. Chunk: tokens of a prompt that a pass takes. Lookup: tokens that prompt lookup "
-            f"proposes for a step, of prompts that repeat themselves; a step may give several."
+            "proposes for a step, of prompts that repeat themselves; a step may give several."
         ),
         "",
     ]

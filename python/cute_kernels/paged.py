@@ -318,8 +318,8 @@ def attend(
     return_lse: return (out, lse) with lse (n, Hq, Sq) float32, natural logarithm; see `merge_states`.
     expected: tokens in tiles of the longest of the sequences, and of all of them together, where the host knows them:
         it decides how work is divided, so no more than the last bits of results.
-    cu_seqlens_q, max_seqlen_q: as for `KVCache.attend`: q is (1, Hq, total, D), and row i of the batch, which belongs to
-        sequences[i], has its queries from cu_seqlens_q[i] to cu_seqlens_q[i + 1].
+    cu_seqlens_q, max_seqlen_q: as for `KVCache.attend`: q is (1, Hq, total, D), and row i of the batch, which belongs
+        to sequences[i], has its queries from cu_seqlens_q[i] to cu_seqlens_q[i + 1].
     out: where to put the result, contiguous and apart from q and the pool; default: a new tensor.
     backend: as for `sparse_attention`; "reference" reads lengths on the host.
 

@@ -87,9 +87,7 @@ def check(cu_seqlens_q: Any, max_seqlen_q: Any, q: Tensor) -> PackedQueries | No
     numbers = tuple(cu_seqlens_q.tolist())
     counts = [end - begin for begin, end in pairwise(numbers)]
     if numbers[0] != 0 or numbers[-1] != q.shape[2] or min(counts, default=0) < 0:
-        raise ValueError(
-            f"cu_seqlens_q must rise from 0 to q's {q.shape[2]} tokens, got {checks.shown(list(numbers))}"
-        )
+        raise ValueError(f"cu_seqlens_q must rise from 0 to q's {q.shape[2]} tokens, got {checks.shown(list(numbers))}")
     longest = max(counts, default=0)
     if most is not None and most < longest:
         raise ValueError(f"max_seqlen_q must be at least the {longest} tokens of the longest row, got {most}")

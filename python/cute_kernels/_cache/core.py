@@ -284,9 +284,7 @@ class CacheCore:
             starts = None if packed is None else packed.on_device(q.device)
             expected = self.table.expected(rows, reserved=self.capturing())
             problem = storage.problem(q, scale, causal, expected=expected, packed=packed)
-            launch_problem(
-                problem, q, out, lse, name, sequences=named, lengths=storage.lengths, query_starts=starts
-            )
+            launch_problem(problem, q, out, lse, name, sequences=named, lengths=storage.lengths, query_starts=starts)
         return out, lse
 
     def step(

@@ -286,9 +286,7 @@ class SparseLayer(CacheLayerMixin):
             return False
         return resolve(self.settings.backend, query.device) == "sm90"
 
-    def _extend_merged(
-        self, kv: KVCache, query: Tensor, keys: Tensor, values: Tensor, scaling: float | None
-    ) -> Tensor:
+    def _extend_merged(self, kv: KVCache, query: Tensor, keys: Tensor, values: Tensor, scaling: float | None) -> Tensor:
         """Two parts, merged by their log-sum-exps: all that is cached, which every new token sees, and the new ones."""
         scale = query.shape[3] ** -0.5 if scaling is None else scaling
         cached = kv.attend(query, scale=scale, causal=False, return_lse=True, backend=self.settings.backend)
