@@ -213,7 +213,14 @@ class cpu:
     ) -> None: ...
     @staticmethod
     def attention(
-        problem: AttentionProblem, q: int, sequences: int, lengths: int, out: int, lse: int, threads: int
+        problem: AttentionProblem,
+        q: int,
+        sequences: int,
+        lengths: int,
+        query_starts: int,
+        out: int,
+        lse: int,
+        threads: int,
     ) -> None: ...
 
 class Window:
@@ -239,6 +246,7 @@ class AttentionProblem:
         causal: bool,
         num_splits: int,
         expected: tuple[int, int],
+        packed_tokens: int,
     ) -> None: ...
 
 class cuda:
@@ -414,6 +422,7 @@ class cuda:
         q: int,
         sequences: int,
         lengths: int,
+        query_starts: int,
         out: int,
         lse: int,
         new_empty: object,
