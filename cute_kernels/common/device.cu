@@ -55,7 +55,7 @@ DeviceLimits current_device() {
     limits.minor = attribute(cudaDevAttrComputeCapabilityMinor);
     limits.programmatic_launch = has_programmatic_launch({limits.major, limits.minor});
     if (!limits.programmatic_launch) return;
-    for (int i = 1; i <= kMaxClusterLog2; ++i) limits.max_clusters[i] = max_clusters(limits, 1u << i);
+    for (int ctas = 2; ctas <= kMaxCluster; ++ctas) limits.max_clusters[ctas] = max_clusters(limits, ctas);
   });
   return known[device];
 }

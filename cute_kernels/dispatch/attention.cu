@@ -1,4 +1,5 @@
 #include "cute_kernels/dispatch/attention.hpp"
+#include "cute_kernels/dispatch/division.hpp"
 #include "cute_kernels/dispatch/heuristics.hpp"
 #include "cute_kernels/dispatch/kernels.hpp"
 #include "cute_kernels/dispatch/prefill.hpp"
@@ -53,14 +54,15 @@ int64_t describe_work(attention::Problem const& problem, int row_blocks, schedul
   return all;
 }
 
-// Cuts the work into the splits of a configuration. cost: of all work tiles.
-void partition_work(pipeline::Config const& config, int64_t cost, schedule::Params& schedule) {
+// Cuts the work into the splits of a configuration. cost: of all work tiles; longest: KV tiles of the longest work tile,
+// where lengths are on the device as expected.
+void partition_work(pipeline::Config const& config, int64_t cost, int longest, schedule::Params& schedule) {
   schedule.workers = config.workers;
   schedule.by_work_tile = config.splits_per_work_tile > 0;
   schedule.in_cluster = config.in_cluster;
   int splits = schedule.by_work_tile ? config.splits_per_work_tile : config.ctas * config.workers;
   schedule.splits = cutlass::FastDivmod(splits);
-  int total = schedule.by_work_tile ? schedule.tiles_per_work_tile.divisor : static_cast<int>(cost);
+  int total = schedule.by_work_tile ? longest : static_cast<int>(cost);
   schedule.partition = schedule::make_partition(total, schedule.splits);
   schedule.longest_split = schedule.partition.longest();
 }
@@ -93,7 +95,8 @@ void run_with(Kernels<Params> const& kernels, attention::Problem const& problem,
   schedule.rows = params.group * problem.q_tokens;
   int n = kernels.rows_per_pass(schedule.rows), row_blocks = (schedule.rows + n - 1) / n;
   int64_t cost = describe_work(problem, row_blocks, schedule);
-  params.separate_orders = keys.token_order != values.token_order;
+  bool is_two_of_four = keys.tile_format == format::TileFormatId::kTwoOfFour;  // whose order is that of memory
+  params.separate_orders = !is_two_of_four && keys.token_order != values.token_order;
   params.zero_masked = problem.lengths && !keys.pages.table;  // sequences in pages end with a tile
   params.uniform = !schedule.variable_length && !params.separate_orders && !keys.pages.table && !problem.sequences &&
                    !problem.packed.starts;
@@ -102,7 +105,6 @@ void run_with(Kernels<Params> const& kernels, attention::Problem const& problem,
   params.schedule_bytes = schedule::shared_bytes(schedule.variable_length, problem.batch);
   limits.fixed_shared_bytes += params.schedule_bytes;
   ExpectedTiles expected(problem, schedule);
-  if (!expected.known) limits.thin_work = pipeline::ThinWork::kDown;  // more splits were slower
   WindowAccess access = window_access(problem);
   params.window_vectorized = access.vectorized;
   bool has_window = problem.window.tokens > 0;
@@ -114,15 +116,27 @@ void run_with(Kernels<Params> const& kernels, attention::Problem const& problem,
   }
   int64_t work_tiles = schedule.work_tiles(), window_tiles = schedule::window_tiles_of(problem.window.tokens);
   int64_t tiles = std::max(work_tiles, expected.all + work_tiles * window_tiles);
-  Plan plan = choose_plan(device, limits, n, schedule.rows, std::max(keys.max_tile_rows, values.max_tile_rows),
-                          attention::stage_extra_bytes(keys.channel_scale != nullptr), 0, tiles, tuning);
+  auto plan_with = [&](int64_t tiles) {
+    return choose_plan(device, limits, n, schedule.rows, std::max(keys.max_tile_rows, values.max_tile_rows),
+                       attention::stage_extra_bytes(keys.channel_scale != nullptr), 0, tiles, tuning);
+  };
   int longest = static_cast<int>(std::max<int64_t>(1, expected.longest + window_tiles));
+  bool divides = limits.combines_in_cluster && expected.known && problem.num_splits == 0;
+  Plan plan = plan_with(divides ? INT32_MAX : tiles);
   if (problem.num_splits > 0)
     plan.config.ctas = static_cast<int>(std::min<int64_t>(plan.config.ctas, problem.num_splits * work_tiles));
-  else if (limits.combines_in_cluster && expected.known &&
-           !partition_in_clusters(device, static_cast<int>(work_tiles), longest, tiles, plan.config))
-    partition_by_work_tile(static_cast<int>(work_tiles), longest, tiles, plan.config);
-  partition_work(plan.config, cost, schedule);
+  if (divides) {
+    int vectors = (keys.padded_head_dim * n / 16) << reduce::partial_vectors(schedule.rows).pairs_log2;
+    Work work{static_cast<int>(work_tiles), longest, tiles, vectors, keys.padded_head_dim, schedule.variable_length};
+    Division division = choose_division(device, work, plan.config.workers);
+    limits.max_workers = division.workers;
+    plan = plan_with(INT32_MAX);
+    plan.config.ctas = division.ctas;
+    plan.config.cluster = division.cluster;
+    plan.config.splits_per_work_tile = division.splits_per_work_tile;
+    plan.config.in_cluster = division.in_cluster;
+  }
+  partition_work(plan.config, cost, longest, schedule);
   params.stages = plan.stages;
   params.output.out = problem.out;
   params.output.lse = problem.lse;
@@ -149,20 +163,26 @@ void run(attention::Problem const& problem, Workspace const& workspace, std::str
     throw std::runtime_error(std::string("GPU kernels take keys and values in one codec, not ") +
                              format::codec_name(problem.keys.codec) + " and " +
                              format::codec_name(problem.values.codec));
+  if (problem.values.tile_format != problem.keys.tile_format)
+    throw std::runtime_error(std::string("GPU kernels take keys and values in one tile format, not ") +
+                             format::tile_format_name(problem.keys.tile_format) + " and " +
+                             format::tile_format_name(problem.values.tile_format));
   check_window(problem.window);
   visit_backend(backend, problem.keys.padded_head_dim, device, [&](auto kernels) {
     using Prefill = typename decltype(kernels)::Prefill;
     if constexpr (!std::is_void_v<Prefill>) {
       int rows = problem.q_heads / problem.keys.kv_heads * problem.q_tokens;
-      bool is_narrow = format::has_scales(problem.keys.codec);  // the prefill kernel has no such decoder
-      if (!is_narrow && rows > most_decoding_rows(problem.keys.padded_head_dim)) {
+      // The prefill kernel decodes 16-bit values under a bitmap.
+      bool has_decoder =
+          !format::has_scales(problem.keys.codec) && problem.keys.tile_format == format::TileFormatId::kBitmap;
+      if (has_decoder && rows > most_decoding_rows(problem.keys.padded_head_dim)) {
         if (tuning.stages_ahead > 0)
           throw std::runtime_error("no stages ahead can be chosen for " + std::to_string(rows) +
                                    " query rows a KV head, which the prefill kernel takes");
         return run_prefill<Prefill>(problem, workspace, device, stream);
       }
     }
-    run_with(decltype(kernels)::attention_kernels(problem.keys.codec), problem, workspace, device, tuning, stream);
+    run_with(decltype(kernels)::attention_kernels(problem.keys), problem, workspace, device, tuning, stream);
   });
 }
 

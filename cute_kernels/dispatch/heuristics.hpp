@@ -66,11 +66,8 @@ inline Plan choose_plan(DeviceLimits const& device, pipeline::KernelLimits const
   int64_t ctas = std::min<int64_t>(device.multiprocessors, tiles);
   plan.config.ctas = static_cast<int>(ctas);
   if (tiles < ctas * plan.config.workers) {
-    int workers = static_cast<int>(tiles / ctas), step = kSchedulers / kernel.worker_warps;
-    if (kernel.thin_work == pipeline::ThinWork::kNearestStep)
-      workers = std::max(1, static_cast<int>((2 * tiles + step * ctas - 1) / (2 * step * ctas)) * step);
-    else if (kernel.thin_work == pipeline::ThinWork::kDownToStep && workers > pipeline::kMaxProducers)
-      workers = in_fours(workers);
+    int workers = static_cast<int>(tiles / ctas);
+    if (kernel.whole_steps && workers > pipeline::kMaxProducers) workers = in_fours(workers);
     plan.config.workers = std::min(plan.config.workers, workers);
   }
   if (kernel.one_ring) {
@@ -104,21 +101,11 @@ inline bool partition_in_clusters(DeviceLimits const& device, int work_tiles, in
     if (fits) config.splits_per_work_tile = splits, config.cluster = cluster, config.ctas = static_cast<int>(ctas);
     return config.in_cluster = fits;
   };
-  for (int i = kMaxClusterLog2; i > 0; --i)
-    if (try_splits(workers << i, 1 << i, device.max_clusters[i])) return true;
+  for (int cluster = kMaxCluster; cluster > 1; cluster /= 2)
+    if (try_splits(workers * cluster, cluster, device.max_clusters[cluster])) return true;
   for (int splits = workers; splits > 0; --splits)
     if (workers % splits == 0 && try_splits(splits, 1, device.multiprocessors)) return true;
   return false;
-}
-
-// Likewise, with the kernel that combines partials: who has which tiles is known without a look at other work tiles.
-inline void partition_by_work_tile(int work_tiles, int longest, int64_t tiles, pipeline::Config& config) {
-  int64_t all = int64_t{config.ctas} * config.workers, even = (tiles + all - 1) / all;
-  int splits = static_cast<int>(std::min<int64_t>(longest, all / work_tiles));
-  while (splits > 0 && int64_t{work_tiles} * splits % config.workers != 0) --splits;
-  if (splits == 0 || (longest + splits - 1) / splits > even) return;
-  config.splits_per_work_tile = splits;
-  config.ctas = work_tiles * splits / config.workers;
 }
 
 }  // namespace cute_kernels::dispatch

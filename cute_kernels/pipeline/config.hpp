@@ -29,24 +29,17 @@ struct Config {
   bool programmatic_launch;  // kernels may be set up while the one before drains (CC 9.0)
 };
 
-// How many workers a CTA has that has fewer tiles than it could have workers. A step is as many as fill the schedulers.
-enum class ThinWork {
-  kDown,         // a worker a tile, rounded down: every split has a tile
-  kDownToStep,   // more than a few in whole steps: producers divide them, so seven would have one
-  kNearestStep,  // rounded to whole steps: splits may be without tiles
-};
-
 // What the choice depends on, from the kernel's traits.
 struct KernelLimits {
   int max_workers;
   int worker_warps;
-  int min_stages, max_stages;  // of a worker; of a CTA if `one_ring`
-  int min_block_bytes;         // of a stage: a block's bytes may also take results
-  int fixed_shared_bytes;      // of a CTA, beside the stages
-  int rows_behind = 2;         // of a block, that the decoder may read: see CodecBits
-  bool one_ring = false;       // of stages for all workers
-  int stages_ahead = 0;        // of those, beyond one a worker, at most
-  ThinWork thin_work = ThinWork::kDown;
+  int min_stages, max_stages;        // of a worker; of a CTA if `one_ring`
+  int min_block_bytes;               // of a stage: a block's bytes may also take results
+  int fixed_shared_bytes;            // of a CTA, beside the stages
+  int rows_behind = 2;               // of a block, that the decoder may read: see CodecBits
+  bool one_ring = false;             // of stages for all workers
+  int stages_ahead = 0;              // of those, beyond one a worker, at most
+  bool whole_steps = false;          // thin work: workers in as many as fill the schedulers, which producers divide
   bool combines_in_cluster = false;  // workers' partials of a work tile can be combined within a cluster
   bool sums_in_cta = false;          // else those of a CTA are added up before they are stored
 };

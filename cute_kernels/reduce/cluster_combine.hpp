@@ -22,7 +22,8 @@ class ClusterCombine {
         output_(output),
         cluster_(cluster),
         schedule_(schedule),
-        vectors_log2_(output.vectors.count_log2(OutputShape::kAtomsLog2) - cluster.ctas_log2) {}
+        vectors_log2_(output.vectors.count_log2(OutputShape::kAtomsLog2)),
+        own_(cluster.ctas.div((1 << vectors_log2_) + cluster.ctas.divisor - 1)) {}
 
   // Where one of the four values of a vector goes, null: nowhere.
   struct Destination {
@@ -39,7 +40,7 @@ class ClusterCombine {
 
   // This worker has stored its partial.
   CUTE_DEVICE void arrive() const {
-    if (cluster_.ctas == 1) return;
+    if (cluster_.is_one_cta()) return;
     ptx::compiler_fence();  // the library's cluster barrier does not say that it orders memory
     cute::cluster_arrive();
   }
@@ -50,15 +51,15 @@ class ClusterCombine {
   CUTE_DEVICE void write(Partial* partials, int threads, Destination to, Sync&& sync_workers) const {
     using Accumulator = typename Policy::template Accumulator<OutputShape>;
     int summand = threadIdx.x % kSummands, step = threads / kSummands;
-    if (cluster_.ctas > 1) {
+    if (cluster_.is_one_cta()) {
+      sync_workers();
+    } else {
       cute::cluster_wait();
       ptx::compiler_fence();
-    } else {
-      sync_workers();
     }
     // All lanes of a warp go on together.
-    for (int i = threadIdx.x / kSummands; i - i % kWarpVectors < cluster_.work_tiles << vectors_log2_; i += step) {
-      if (i >= step) to = destination(i, summand);
+    for (int i = threadIdx.x / kSummands; i - i % kWarpVectors < cluster_.work_tiles * own_; i += step) {
+      Destination next = destination(i + step, summand);  // a load that nothing waits for meanwhile
       Accumulator sum;
       if (to.has_rows) {
         cluster_.for_splits(
@@ -72,8 +73,9 @@ class ClusterCombine {
       if constexpr (Policy::kHasLse) {
         if (to.lse) *to.lse = sum.lse(summand % 2);
       }
+      to = next;
     }
-    if (cluster_.ctas == 1) return;
+    if (cluster_.is_one_cta()) return;
     ptx::compiler_fence();
     cute::cluster_arrive_relaxed();  // no CTA may end while others read its partials
     cute::cluster_wait();
@@ -86,13 +88,14 @@ class ClusterCombine {
   Output const& output_;
   pipeline::ClusterShape const& cluster_;
   schedule::Schedule<SchedulePolicy> const& schedule_;
-  int vectors_log2_;  // of a work tile, that this CTA puts together
+  int vectors_log2_;  // of a work tile
+  int own_;           // that this CTA puts together; others may have fewer
 
   // One of the four values of this CTA's i-th vector.
   CUTE_DEVICE Destination destination(int i, int value) const {
-    int of_cta = i >> vectors_log2_;
-    if (!schedule_params_.in_cluster || of_cta >= cluster_.work_tiles) return {0};
-    int vector = output_.vectors[(cluster_.rank() << vectors_log2_) + (i & ((1 << vectors_log2_) - 1))];
+    int of_cta = i >> vectors_log2_, index = cluster_.rank() * own_ + (i & ((1 << vectors_log2_) - 1));
+    if (!schedule_params_.in_cluster || i >= cluster_.work_tiles * own_ || index >> vectors_log2_ > 0) return {0};
+    int vector = output_.vectors[index];
     int lane = vector % 32, atom = vector / 32;
     int m = atom % OutputShape::kChannelBlocks, n = atom / OutputShape::kChannelBlocks;
     schedule::WorkTile work_tile = schedule_.work_tile(cluster_.first_work_tile() + of_cta);

@@ -9,14 +9,27 @@
 
 namespace cute_kernels::reduce {
 
-inline constexpr int kCombineThreads = 256, kCombineBlocks = 3;   // of an SM, by registers
-inline constexpr int kMinSummandsLog2 = 2, kMaxSummandsLog2 = 5;  // lanes that put together a vector; four store it
-inline constexpr int kPartialsAtOnce = 3;                         // that a lane loads
+inline constexpr int kCombineThreads = 256, kCombineBlocks = 2;   // of an SM, by registers
+inline constexpr int kMinSummandsLog2 = 2, kMaxSummandsLog2 = 8;  // lanes that put together a vector; four store it
+inline constexpr int kPartialsAtOnce = 5;                         // that a lane loads
 
 struct CombineParams {
   schedule::Params schedule;
   Output output;
 };
+
+// Puts together what the warps of a vector have, each the same in all lanes: `warps` neighbouring ones of the block.
+template <class Accumulator>
+CUTE_DEVICE void add_up_warps(Accumulator& sum, int warps) {
+  __shared__ __align__(16) uint8_t storage[kCombineThreads / 32 * sizeof(Accumulator)];
+  auto* of_warp = reinterpret_cast<Accumulator*>(storage);
+  int warp = threadIdx.x / 32, first = warp & ~(warps - 1);
+  if (threadIdx.x % 32 == 0) of_warp[warp] = sum;
+  __syncthreads();
+  sum = of_warp[first];
+  CUTE_NO_UNROLL
+  for (int i = 1; i < warps; ++i) sum.add(of_warp[first + i]);
+}
 
 // Grid: (work tiles, blocks of vectors). A programmatic dependent of the kernel that stores partials: everything up to
 // the wait runs while that one drains.
@@ -58,7 +71,8 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineBlocks)
     CUTE_UNROLL
     for (int i = 0; i < kPartialsAtOnce; ++i) sum.add(partials[i]);
   }
-  for (int mask = 1; mask >> summands_log2 == 0; mask *= 2) sum.add_from_lane(mask);
+  for (int mask = 1; mask < 32 && mask >> summands_log2 == 0; mask *= 2) sum.add_from_lane(mask);
+  if (summands_log2 > 5) add_up_warps(sum, 1 << (summands_log2 - 5));
   if (!exists || summand >= 4) return;
   if (auto* out = element.out(output)) store_result(output, sum.value(summand), out);
   if constexpr (Policy::kHasLse) {
@@ -72,9 +86,13 @@ void launch_combine(schedule::Params const& schedule, Output const& output, pipe
                     int schedule_bytes, cudaStream_t stream) {
   int work_tiles = schedule.work_tiles();
   int64_t partials = (output.summed_splits ? config.ctas : config.ctas * config.workers) + work_tiles;
-  int summands_log2 = kMinSummandsLog2;
-  while (summands_log2 < kMaxSummandsLog2 && int64_t{2 * work_tiles} << summands_log2 < partials) ++summands_log2;
-  int threads = 1 << (output.vectors.count_log2(OutputShape::kAtomsLog2) + summands_log2);
+  int vectors_log2 = output.vectors.count_log2(OutputShape::kAtomsLog2), summands_log2 = kMinSummandsLog2;
+  // As many lanes as load all partials at once, but no more than run at a time.
+  int64_t at_a_time = int64_t{config.ctas} * kCombineBlocks * kCombineThreads;
+  while (summands_log2 < kMaxSummandsLog2 && (int64_t{kPartialsAtOnce} * work_tiles << summands_log2) < partials &&
+         int64_t{2 * work_tiles} << (vectors_log2 + summands_log2) <= at_a_time)
+    ++summands_log2;
+  int threads = 1 << (vectors_log2 + summands_log2);
   dim3 grid(work_tiles, (threads + kCombineThreads - 1) / kCombineThreads);
   pipeline::launch_dependent(combine_partials<Policy, OutputShape, Element, SchedulePolicy>, grid, kCombineThreads,
                              schedule_bytes, config.programmatic_launch, stream, CombineParams{schedule, output},

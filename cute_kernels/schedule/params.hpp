@@ -20,7 +20,8 @@ struct Params {
   bool variable_length;           // KV tiles differ from sequence to sequence
   bool by_work_tile;              // every work tile is partitioned by itself
   bool in_cluster;                // likewise, and one cluster has all splits of it
-  Partition partition;            // of all costs, or of a work tile's KV tiles if by_work_tile; unless variable_length
+  Partition partition;            // of all costs, unless variable_length; if by_work_tile of a work tile's KV tiles,
+                                  // with variable_length as expected
   int longest_split;              // KV tiles of any split at most, unless variable_length
   cutlass::FastDivmod splits;     // of the schedule, or of a work tile if by_work_tile
   cutlass::FastDivmod tiles_per_work_tile;  // KV tiles; with variable_length at most

@@ -47,7 +47,8 @@ struct Split {
 // Of the workers of a CTA, in shared memory.
 struct CtaSplits {
   Split of_worker[kMaxWorkers];
-  int longest;  // KV tiles
+  WorkTile of_warp[2 * kMaxWorkers];  // that a worker's warp is at, if splits reach over work tiles
+  int longest;                        // KV tiles
 };
 
 // Shared memory that a Schedule takes; the pipeline's stages may follow.
@@ -122,6 +123,24 @@ class Schedule {
              begin + partition.begin(in_work_tile + 1, params_.splits)},
             own};
   }
+  // By work tile, with lengths on the device: compressed tiles that the CTA presumably has of the index-th of its work
+  // tiles, none if it has fewer.
+  struct ExpectedTiles {
+    int sequence, kv_head, first, end;
+  };
+  CUTE_DEVICE ExpectedTiles expected_tiles(int index) const {
+    int split = blockIdx.x * params_.workers, last = split + params_.workers - 1;  // then within the work tile
+    int work_tile = params_.splits.div(split) + index;
+    split = max(0, split - work_tile * params_.splits.divisor);
+    last = min(params_.splits.divisor - 1, last - work_tile * params_.splits.divisor);
+    if (last < split) return {0, 0, 0, 0};
+    int row, in_row, window_tiles = static_cast<int>(window_tiles_of(params_.window_tokens));
+    params_.work_tiles_per_row(row, in_row, work_tile);
+    Partition const& partition = params_.partition;
+    return {sequence_of(row), params_.row_blocks.div(in_row),
+            max(0, partition.begin(split, params_.splits) - window_tiles), partition.begin(last + 1, params_.splits)};
+  }
+
   CUTE_DEVICE Range split_of_worker(int worker) const {
     if constexpr (!Policy::kUniform) return splits_->of_worker[worker].tiles;
     int split = blockIdx.x * params_.workers + worker;
@@ -134,6 +153,15 @@ class Schedule {
       if (params_.by_work_tile) return splits_->of_worker[worker].work_tile;
     }
     return work_tile_with(tile);
+  }
+
+  // What a warp of a worker looked up last, unless Policy::kUniform: looked up again at little cost.
+  CUTE_DEVICE void keep_work_tile(int warp, WorkTile const& work_tile) const {
+    if (!params_.by_work_tile && threadIdx.x % 32 == 0) splits_->of_warp[warp] = work_tile;
+    __syncwarp();
+  }
+  CUTE_DEVICE WorkTile kept_work_tile(int worker, int warp) const {
+    return params_.by_work_tile ? splits_->of_worker[worker].work_tile : splits_->of_warp[warp];
   }
 
   // KV tiles of any of the CTA's splits at most.

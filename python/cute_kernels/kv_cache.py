@@ -169,6 +169,8 @@ class KVCache(CacheRows):
         key_tiles_trimmed, key_values_dropped, value_tiles_trimmed, value_values_dropped: since the cache was made,
             tiles that exceeded their slots, and nonzeros that they lost.
         key_values_refused, value_values_refused: since then, nonzeros that the codec could not store as they were.
+        key_values_constrained, value_values_constrained: nonzeros that rule "magnitude" would have kept, as many a
+            token, and that "2of4" or "magnitude-2of4" could not.
         """
         core = self._core
         core.refresh("statistics")

@@ -184,6 +184,7 @@ def choose_orders(pool: Pool, k: Tensor, v: Tensor) -> None:
     Raises TypeError or ValueError for a wrong class, dtype, shape, stride or device.
     """
     _check_pool(pool)
+    _check_tensors(k=k, v=v)
     if ops.eager(k, v, pool.blocks):
         page_pool.choose_orders(pool, k, v)
     else:
@@ -202,6 +203,7 @@ def store(pool: Pool, k: Tensor, v: Tensor, sequences: Tensor, first_tiles: Tens
     Raises TypeError or ValueError for a wrong class, dtype, shape, stride or device.
     """
     _check_pool(pool)
+    _check_tensors(k=k, v=v, sequences=sequences, first_tiles=first_tiles)
     if ops.eager(k, v, sequences, first_tiles, pool.blocks):
         page_pool.store(pool, k, v, sequences, first_tiles, False)
     else:
@@ -227,6 +229,9 @@ def append(
     """
     _check_pool(pool)
     _check_windows(windows, pool)
+    _check_tensors(k=k, v=v, lengths=lengths)
+    if sequences is not None:
+        _check_tensors(sequences=sequences)
     if ops.eager(k, v, sequences, lengths, pool.blocks):
         page_pool.append(pool, windows, lengths, k, v, sequences)
         return
@@ -280,6 +285,8 @@ def extend(
     tiled, held = at_least(compressed, "compressed", 0), at_least(window, "window", 0)
     if tiled % TILE_TOKENS:
         raise ValueError(f"compressed must be a multiple of {TILE_TOKENS}, got {tiled}")
+    if tiled > pool.tokens_per_sequence:
+        raise ValueError(f"compressed must be at most the {pool.tokens_per_sequence} of the page table, got {tiled}")
     if held >= windows.recent + TILE_TOKENS:
         raise ValueError(f"window must be below {windows.recent + TILE_TOKENS}, got {held}")
     if not k.shape[2]:
@@ -380,11 +387,13 @@ def attend(
 def export(pool: Pool, sequence: int, first_tile: int, tiles: int) -> tuple[Tensor, Tensor]:
     """Tiles of one sequence, decompressed: (k, v), each (Hkv, 64 * tiles, D), bit for bit what was kept.
 
-    Zeros for tiles without a page, and `pool.error` is set. Raises ValueError outside of the page table.
+    Zeros for tiles without a page, and `pool.error` is set. Raises TypeError for a wrong class, ValueError for tiles
+    that the page table does not have.
     """
     _check_pool(pool)
     if ops.eager(pool.blocks):
-        return page_pool.load(pool, sequence, first_tile, tiles)
+        named = {"sequence": sequence, "first_tile": first_tile, "tiles": tiles}
+        return page_pool.load(pool, *(checks.integer(number, name) for name, number in named.items()))
     numbers = pool.dtype, sequence, first_tile, tiles
     k, v = paged_ops.EXPORT(paged_ops.pool_tensors(pool), paged_ops.pool_sizes(pool), *numbers)
     return k, v
@@ -393,6 +402,12 @@ def export(pool: Pool, sequence: int, first_tile: int, tiles: int) -> tuple[Tens
 def _check_pool(pool: Any) -> None:
     if not isinstance(pool, Pool):
         raise TypeError(f"pool must be what make_pool makes, got {type(pool).__name__}")
+
+
+def _check_tensors(**tensors: Any) -> None:
+    """Before torch's own operations look at them; the rest is checked where they are used."""
+    for name, value in tensors.items():
+        checks.tensor(value, name)
 
 
 def _check_windows(windows: Any, pool: Pool) -> None:

@@ -4,6 +4,7 @@
 #include <stdexcept>
 
 #include "check.hpp"
+#include "cute_kernels/dispatch/division.hpp"
 #include "cute_kernels/dispatch/heuristics.hpp"
 #include "cute_kernels/format/tile/bitmap.hpp"
 
@@ -47,9 +48,7 @@ void check_in_clusters(DeviceLimits const& device, pipeline::Config config, int 
   bool done = dispatch::partition_in_clusters(device, work_tiles, tiles_per_work_tile,
                                               int64_t{work_tiles} * tiles_per_work_tile, config);
   check(done == config.in_cluster && done == (config.splits_per_work_tile > 0), "it says what it did");
-  int log2 = 0;
-  while (1 << log2 < config.cluster) ++log2;
-  check(1 << log2 == config.cluster && log2 <= kMaxClusterLog2, "cluster", config.cluster);
+  check(config.cluster >= 1 && config.cluster <= kMaxCluster, "cluster", config.cluster);
   if (config.splits_per_work_tile == 0) return void(check(config.cluster == 1, "no clusters without splits"));
   int splits = config.splits_per_work_tile;
   check(splits * work_tiles == config.ctas * config.workers, "a split for every worker", splits, config.ctas);
@@ -57,26 +56,38 @@ void check_in_clusters(DeviceLimits const& device, pipeline::Config config, int 
   check(ceil_div(tiles, config.ctas) <= of_a_cta + dispatch::kTilesOfCombine, "a CTA has few tiles more", config.ctas);
   check(config.cluster * config.workers % splits == 0, "clusters have whole work tiles", splits, config.cluster);
   check(config.cluster == 1 || config.cluster * config.workers == splits, "a cluster has one work tile", splits);
-  int clusters = log2 > 0 ? device.max_clusters[log2] : device.multiprocessors;
+  int clusters = config.cluster > 1 ? device.max_clusters[config.cluster] : device.multiprocessors;
   check(config.ctas % config.cluster == 0 && config.ctas / config.cluster <= clusters, "clusters fit", config.ctas);
 }
 
-// One by work tile is as even as that of the whole schedule.
-void check_by_work_tile(pipeline::Config config, int work_tiles, int tiles_per_work_tile) {
-  auto ceil_div = [](int a, int b) { return (a + b - 1) / b; };
-  int tiles = work_tiles * tiles_per_work_tile, ctas = config.ctas, longest = ceil_div(tiles, ctas * config.workers);
-  dispatch::partition_by_work_tile(work_tiles, tiles_per_work_tile, tiles, config);
-  int splits = config.splits_per_work_tile;
-  if (splits == 0) return void(check(config.ctas == ctas, "as it was", config.ctas));
-  check(splits * work_tiles == config.ctas * config.workers && config.ctas <= ctas, "a split for every worker", splits);
-  check(splits <= tiles_per_work_tile && ceil_div(tiles_per_work_tile, splits) == longest, "as even", splits, longest);
+// What is chosen for attention fits the device and has a split for every worker; nothing else is estimated to be faster
+// than a partition of the whole schedule, which every call can have.
+void check_division(DeviceLimits const& device, int most_workers, dispatch::Work const& work) {
+  dispatch::Division chosen = dispatch::choose_division(device, work, most_workers);
+  int workers = chosen.workers, ctas = chosen.ctas, cluster = chosen.cluster, splits = chosen.splits_per_work_tile;
+  check(workers >= 1 && workers <= most_workers, "workers of a division", workers);
+  check(cluster >= 1 && cluster <= kMaxCluster && ctas % cluster == 0, "whole clusters", ctas, cluster);
+  int clusters = cluster > 1 ? device.max_clusters[cluster] : device.multiprocessors;
+  check(ctas >= 1 && ctas / cluster <= clusters, "clusters run at a time", ctas, cluster);
+  check(chosen.in_cluster || cluster == 1, "clusters combine", cluster);
+  check(!chosen.in_cluster || (splits > 0 && cluster * workers % splits == 0), "clusters have whole work tiles",
+        splits);
+  check(cluster == 1 || cluster * workers == splits, "a cluster has one work tile", splits);
+  check(splits == 0 || int64_t{splits} * work.work_tiles == int64_t{ctas} * workers, "a split for every worker",
+        splits);
+  check(chosen.in_cluster || splits <= work.longest, "a KV tile for every split beside the second kernel", splits);
+  dispatch::Division whole{most_workers, static_cast<int>(std::min<int64_t>(device.multiprocessors, work.tiles)), 1, 0,
+                           false};
+  check(dispatch::estimated_time(work, chosen) <= dispatch::estimated_time(work, whole), "no slower by estimate");
 }
 
 int main() {
   std::mt19937 random(std::random_device{}());
   auto draw = [&](int low, int high) { return std::uniform_int_distribution<int>(low, high)(random); };
   DeviceLimits const devices[] = {
-      {132, 232448, 9, 0, true, {0, 66, 32, 16, 8}}, {108, 166912, 8, 0, false}, {84, 101376, 8, 6, false}};
+      {132, 232448, 9, 0, true, {0, 0, 66, 43, 30, 25, 20, 15, 15, 13, 8, 7, 7, 7, 7, 7, 7}},
+      {108, 166912, 8, 0, false},
+      {84, 101376, 8, 6, false}};
   for (int i = 0; i < 500; ++i) {
     int heads = draw(1, 12), row_blocks = draw(1, 3), tiles_per_head = draw(1, 60);
     int64_t tiles = int64_t{heads} * row_blocks * tiles_per_head;
@@ -93,7 +104,7 @@ int main() {
       kernel.fixed_shared_bytes = 64;
       kernel.one_ring = one_ring;
       kernel.stages_ahead = draw(2, 16);
-      kernel.thin_work = static_cast<pipeline::ThinWork>(draw(0, 2));
+      kernel.whole_steps = draw(0, 1);
       kernel.combines_in_cluster = one_ring;
       int rows = draw(1, 40);
       auto plan_with = [&](int stages_ahead) {
@@ -115,16 +126,15 @@ int main() {
             "and the rows behind it that decoders may read");
       check(plan.stages.block_bytes % 128 == 0 && stage_bytes % 128 == 0, "stages are aligned");
       check(plan.config.ctas <= device.multiprocessors, "one CTA an SM", plan.config.ctas);
-      bool nearest = kernel.thin_work == pipeline::ThinWork::kNearestStep;
       int step = dispatch::kSchedulers / kernel.worker_warps;
-      int64_t splits = int64_t{plan.config.ctas} * workers;
-      check(splits <= tiles || (nearest && splits <= tiles + plan.config.ctas * step / 2), "few splits without tiles",
-            workers);
+      check(int64_t{plan.config.ctas} * workers <= tiles, "a tile for every worker", workers);
       check(plan.config.ctas == std::min<int64_t>(device.multiprocessors, tiles), "as many CTAs as have tiles");
-      check(kernel.thin_work == pipeline::ThinWork::kDown || workers <= pipeline::kMaxProducers || workers % step == 0,
-            "workers come in steps", workers, step);
+      check(!kernel.whole_steps || workers <= pipeline::kMaxProducers || workers % step == 0, "workers come in steps",
+            workers, step);
       if (one_ring) check_in_clusters(device, plan.config, heads * row_blocks, tiles_per_head);
-      check_by_work_tile(plan.config, heads * row_blocks, tiles_per_head);
+      if (one_ring)
+        check_division(device, workers,
+                       {heads * row_blocks, tiles_per_head, tiles, draw(1, 64) * 32, head_dim, draw(0, 1) == 1});
     }
   }
   return report();

@@ -1,6 +1,8 @@
 // Queries of a work tile, and Q^T as B fragments. Rows beyond its last repeat it, are computed and never stored.
 #pragma once
 
+#include <cute/arch/copy_sm75.hpp>
+
 #include "cute_kernels/mma/scales.hpp"
 #include "cute_kernels/ops/attention/params.hpp"
 #include "cute_kernels/ops/attention/worker.hpp"
@@ -13,8 +15,8 @@ template <class Traits>
 CUTE_DEVICE void stage_queries(Params const& params, schedule::WorkTile const& work_tile, Worker<Traits> const& worker,
                                SharedP<Traits>& shared_p) {
   using Element = typename Traits::Element;
-  constexpr int kSteps = Traits::kHeadDim / (4 * Traits::kWorkerWarps);  // of a quad, which has a row of each block
-  int lane = threadIdx.x % 32, first_channel = 4 * kSteps * worker.part + lane % 4;  // then every fourth
+  constexpr int kLanes = 4 * Traits::kWorkerWarps, kVectors = Traits::kHeadDim / 8 / kLanes;  // of a row; of a lane
+  int lane = threadIdx.x % 32, first_vector = worker.part * 4 + lane % 4, head_dim = params.keys.head_dim;
   int before = 0;  // where the row's first token of those that all rows have would lie
   if constexpr (!Traits::kUniform) {
     int most = params.query_tokens.divisor;
@@ -26,39 +28,65 @@ CUTE_DEVICE void stage_queries(Params const& params, schedule::WorkTile const& w
     params.query_tokens(head, token, work_tile.first_row + min(row, work_tile.rows - 1));
     auto const* from = static_cast<Element const*>(params.q) + work_tile.row * params.q_strides[0] +
                        (int64_t{work_tile.kv_head} * params.group + head) * params.q_strides[1] +
-                       max(0, before + token) * params.q_strides[2];
-    Element values[kSteps];
-    CUTE_UNROLL
-    for (int i = 0; i < kSteps; ++i) {
-      int channel = first_channel + 4 * i;
-      values[i] = channel < params.keys.head_dim ? from[channel] : Element(0.f);
+                      max(0, before + token) * params.q_strides[2];
+    if (head_dim == Traits::kHeadDim && reinterpret_cast<uintptr_t>(from) % 16 == 0) {
+      uint4 vectors[kVectors];
+      CUTE_UNROLL
+      for (int i = 0; i < kVectors; ++i) vectors[i] = reinterpret_cast<uint4 const*>(from)[first_vector + i * kLanes];
+      CUTE_UNROLL
+      for (int i = 0; i < kVectors; ++i)
+        reinterpret_cast<uint4*>(shared_p.query(row))[first_vector + i * kLanes] = vectors[i];
+    } else {
+      CUTE_NO_UNROLL
+      for (int channel = first_vector; channel < Traits::kHeadDim; channel += kLanes)
+        shared_p.query(row)[channel] = channel < head_dim ? from[channel] : Element(0.f);
     }
-    CUTE_UNROLL
-    for (int i = 0; i < kSteps; ++i) shared_p.query(row)[first_channel + 4 * i] = values[i];
   }
   worker.sync();
 }
 
-// Channels in the order of the compressed keys.
+// As B fragments, channels in the order of the compressed keys. With all of the worker's warps, when none reads the
+// staged queries any longer: they are put into the order of columns where they are.
 template <class Traits, class Fragment>
-CUTE_DEVICE void load_queries(SharedP<Traits>& shared_p, uint8_t const* channel_order,
+CUTE_DEVICE void load_queries(Worker<Traits> const& worker, SharedP<Traits>& shared_p, uint8_t const* channel_order,
                               Fragment& tCrB /* ((2,2),MMA_N,MMA_K) */) {
   CUTE_STATIC_ASSERT_V((shape<0>(tCrB) == Shape<_2, _2>{}));  // two neighbouring columns, then 8 further on
-  int lane = threadIdx.x % 32;
+  constexpr int kPairs = Traits::kHeadDim / 2;                // of neighbouring columns
+  constexpr int kThreads = Traits::kWorkerThreads, kOwnPairs = cute::max(1, kPairs / kThreads);
+  constexpr int kRowStep = cute::max(1, kThreads / kPairs), kOwnRows = Traits::kN / kRowStep;
+  int thread = threadIdx.x % kThreads, first_row = thread / kPairs;
+  uint32_t pairs[kOwnPairs][kOwnRows];
   CUTE_UNROLL
-  for (int k = 0; k < size<2>(tCrB); ++k) {
+  for (int i = 0; i < kOwnPairs; ++i) {
+    int column = 2 * (thread % kPairs + i * kThreads);
+    int channels[2];
     CUTE_UNROLL
-    for (int j = 0; j < 2; ++j) {
-      // The position of column + 8 is next.
-      int position = Traits::TileFormat::position_of_column(16 * k + j) + 2 * (lane % 4);
-      uint32_t channels = __ldg(reinterpret_cast<uint16_t const*>(channel_order + position));
-      CUTE_UNROLL
-      for (int n = 0; n < Traits::kRowBlocks; ++n) {
-        CUTE_UNROLL
-        for (int i = 0; i < 2; ++i)
-          tCrB(make_coord(j, i), n, k) = shared_p.query(8 * n + lane / 4)[channels >> (8 * i) & 0xff];
-      }
+    for (int j = 0; j < 2; ++j) channels[j] = __ldg(channel_order + Traits::TileFormat::position_of_column(column + j));
+    CUTE_UNROLL
+    for (int n = 0; n < kOwnRows; ++n) {
+      auto const* query = reinterpret_cast<uint16_t const*>(shared_p.query(first_row + n * kRowStep));
+      pairs[i][n] = query[channels[0]] | uint32_t{query[channels[1]]} << 16;
     }
+  }
+  worker.sync();  // all have been read
+  CUTE_UNROLL
+  for (int i = 0; i < kOwnPairs; ++i) {
+    CUTE_UNROLL
+    for (int n = 0; n < kOwnRows; ++n)
+      reinterpret_cast<uint32_t*>(shared_p.query(first_row + n * kRowStep))[thread % kPairs + i * kThreads] =
+          pairs[i][n];
+  }
+  worker.sync();
+  // Matrices of 8 rows and 8 columns, four at a time.
+  int lane = threadIdx.x % 32;
+  Tensor words = recast<uint32_t>(tCrB);  // ((1,2),MMA_N,MMA_K)
+  CUTE_UNROLL
+  for (int n = 0; n < Traits::kRowBlocks; ++n) {
+    auto const* from = shared_p.query(8 * n + lane % 8) + 8 * (lane / 8);
+    CUTE_UNROLL
+    for (int k = 0; k < size<2>(tCrB); k += 2)
+      SM75_U32x4_LDSM_N::copy(*reinterpret_cast<uint128_t const*>(from + 16 * k), words(0, n, k), words(1, n, k),
+                              words(0, n, k + 1), words(1, n, k + 1));
   }
 }
 
@@ -68,10 +96,12 @@ CUTE_DEVICE void load_scaled_queries(Params const& params, SharedP<Traits>& shar
                                      uint16_t const* channel_scale, Fragment& tCrB /* ((2,2),MMA_N,MMA_K) */,
                                      float (&undo)[kRows]) {
   auto product = [&](int lane, int n, int v, int k) {
-    int position = Traits::TileFormat::position_of_column(16 * k + v % 2) + 2 * (lane % 4) + v / 2;
-    int channel = __ldg(channel_order + position);
-    float q = from_half_bits(shared_p.query(8 * n + lane / 4)[channel], params.keys.dtype);
-    return q * format::scale_value(__ldg(channel_scale + position));
+    // Two neighbouring positions are loaded together: the other one's product takes the same words.
+    int position = 16 * k + 8 * Traits::TileFormat::eight_of(v) + 2 * (lane % 4), next = Traits::TileFormat::next_of(v);
+    uint32_t channels = __ldg(reinterpret_cast<uint16_t const*>(channel_order + position));
+    float2 scales = mma::scale_pair(__ldg(reinterpret_cast<uint32_t const*>(channel_scale + position)));
+    uint16_t q = shared_p.query(8 * n + lane / 4)[channels >> (8 * next) & 0xff];
+    return from_half_bits(q, params.keys.dtype) * (next ? scales.y : scales.x);
   };
   mma::load_scaled_rows(tCrB, product, undo);
 }

@@ -68,17 +68,18 @@ CUTE_DEVICE void store_partial(Fragment const& tCrO /* (MMA,own MMA_M,MMA_N) */,
 // Of a worker whose split has no KV tile.
 template <class Traits>
 CUTE_DEVICE void store_empty_partial(int part, typename Traits::Partial* to) {
-  reduce::store_vectors<typename Traits::OutputShape, Traits::kOwnChannelBlocks>(
-      to->vectors, Traits::kN, part, [](int, int) { return make_float4(0, 0, 0, 0); });
-  int row = threadIdx.x % 32;
-  if (part == 0 && row < Traits::kN) to->rows[row] = make_float2(-INFINITY, 0);
+  int thread = 32 * part + ptx::lane_index();
+  CUTE_UNROLL
+  for (int i = 0; i < Traits::OutputShape::kVectors; i += Traits::kWorkerThreads)
+    to->vectors[thread + i] = make_float4(0, 0, 0, 0);
+  if (thread < Traits::kN) to->rows[thread] = make_float2(-INFINITY, 0);
 }
 
 // The scales of a tile's keys, and those of its values, at this warp's tokens. Both come with the keys.
 template <class Traits>
 CUTE_DEVICE auto key_scales(Stage const& keys, int part) {
-  constexpr int kBitmapBytes = Traits::TileFormat::bitmap_rows(Traits::kHeadDim) * format::kRowBytes;
-  return mma::LaneScales<Traits::kOwnTokenBlocks>(keys.block + kBitmapBytes, part * Traits::kOwnTokenBlocks);
+  constexpr int kBefore = Traits::TileFormat::scale_row(Traits::kHeadDim) * format::kRowBytes;
+  return mma::LaneScales<Traits::kOwnTokenBlocks>(keys.block + kBefore, part * Traits::kOwnTokenBlocks);
 }
 template <class Traits>
 CUTE_DEVICE ScaledValues<Traits> value_scales(Stage const& keys, TokenOrders const& orders, int part,
@@ -108,14 +109,30 @@ CUTE_DEVICE void attend(Params const& params, typename Traits::Schedule const& s
     int split = blockIdx.x * params.schedule.workers + worker.index;
     return reduce::partial<typename Traits::Partial>(params.output, split, work_tile.index);
   };
+  if constexpr (Pipeline::kCombinesInCluster) {
+    if (params.schedule.by_work_tile && split.begin == split.end) {
+      if constexpr (!Traits::kUniform) {
+        if (!params.schedule.in_cluster)
+          return store_empty_partial<Traits>(worker.part, partial_of(schedule.work_tile_of_worker(worker.index, 0)));
+      }
+      return store_empty_partial<Traits>(worker.part, pipeline.partial());  // of uniform work tiles in a cluster only
+    }
+  }
   OnlineSoftmax<Traits> softmax(worker, shared_p);
   for (int tile = split.begin; tile < split.end;) {
+    constexpr bool kKeeps = Pipeline::kCombinesInCluster && !Traits::kUniform;
+    int warp = Traits::kWorkerWarps * worker.index + worker.part;
     auto work_tile_with = [&](uint32_t tile) {
       ptx::forget(tile);  // looked up again rather than held on to
       if constexpr (Pipeline::kCombinesInCluster) return schedule.work_tile_of_worker(worker.index, tile);
       return schedule.work_tile_with(tile);
     };
+    auto same_work_tile = [&](uint32_t tile) {
+      if constexpr (kKeeps) return schedule.kept_work_tile(worker.index, warp);
+      return work_tile_with(tile);
+    };
     schedule::WorkTile work_tile = work_tile_with(tile);
+    if constexpr (kKeeps) schedule.keep_work_tile(warp, work_tile);
     int end = min(work_tile.tiles.end, split.end), tokens = work_tile.tokens;
     int window_end = tokens > 0 ? min(work_tile.window_end(), end) : end;
     softmax.reset();
@@ -125,6 +142,11 @@ CUTE_DEVICE void attend(Params const& params, typename Traits::Schedule const& s
 
     ptx::prefetch(channel_order(params.keys, work_tile));
     ptx::prefetch(channel_order(params.values, work_tile));
+    if constexpr (Traits::kHasScales) {
+      int line = ptx::lane_index() % (Traits::kHeadDim / 64) * 64;  // of 128 bytes
+      ptx::prefetch(channel_scale(params.keys, work_tile) + line);
+      ptx::prefetch(channel_scale(params.values, work_tile) + line);
+    }
     stage_queries(params, work_tile, worker, shared_p);
 
     // With D 256 the window needs the registers: the work tile is looked up again rather than held.
@@ -132,9 +154,9 @@ CUTE_DEVICE void attend(Params const& params, typename Traits::Schedule const& s
     bool has_window = tile < window_end;
     CUTE_NO_UNROLL
     for (; tile < window_end; ++tile)
-      attend_window_tile<Traits>(params, kHoldsWorkTile ? work_tile : work_tile_with(tile), tile, worker, shared_p,
+      attend_window_tile<Traits>(params, kHoldsWorkTile ? work_tile : same_work_tile(tile), tile, worker, shared_p,
                                  pipeline, softmax, tCrP, tCrO);
-    if constexpr (!kHoldsWorkTile) work_tile = work_tile_with(end - 1);
+    if constexpr (!kHoldsWorkTile) work_tile = same_work_tile(end - 1);
     if (has_window) order_channels(worker, shared_p, channel_order(params.values, work_tile), tCrO);
     if constexpr (Traits::kHasScales) {
       if (has_window)
@@ -145,7 +167,7 @@ CUTE_DEVICE void attend(Params const& params, typename Traits::Schedule const& s
       CUTE_UNROLL
       for (float& scale : row_scale) scale *= params.scale_log2;
     } else {
-      load_queries(shared_p, channel_order(params.keys, work_tile), tCrQ);
+      load_queries(worker, shared_p, channel_order(params.keys, work_tile), tCrQ);
     }
     int first_compressed = work_tile.window_end(), seen_by_all = Mask(params, work_tile).seen_by_all();
     auto limits = Mask(params, work_tile).template limits<Traits>(false);
@@ -182,7 +204,7 @@ CUTE_DEVICE void attend(Params const& params, typename Traits::Schedule const& s
       pipeline.release();
     }
     softmax.finish();
-    work_tile = work_tile_with(tile - 1);
+    work_tile = same_work_tile(tile - 1);
     if constexpr (Traits::kHasScales)
       mma::scale_channels<false>(tCrO, channel_scale(params.values, work_tile),
                                  worker.part * Traits::kOwnChannelBlocks);
@@ -191,12 +213,6 @@ CUTE_DEVICE void attend(Params const& params, typename Traits::Schedule const& s
         return store_partial<Traits>(tCrO, softmax, work_tile.rows, worker.part, pipeline.partial());
     }
     store_partial<Traits>(tCrO, softmax, work_tile.rows, worker.part, partial_of(work_tile));
-  }
-  if constexpr (Pipeline::kCombinesInCluster && !Traits::kUniform) {
-    if (params.schedule.by_work_tile && split.begin == split.end)
-      store_empty_partial<Traits>(worker.part, params.schedule.in_cluster
-                                                   ? pipeline.partial()
-                                                   : partial_of(schedule.work_tile_of_worker(worker.index, 0)));
   }
 }
 

@@ -151,7 +151,8 @@ class OnlineSoftmax {
           cutlass::Array<Element, 2> packed = cutlass::NumericArrayConverter<Element, float, 2>{}(p);
           SM75_U32x1_MOVM_T::copy(reinterpret_cast<uint32_t const&>(packed), pairs(j, n, m));
         }
-        // From positions 2t, 2t + 1 and 2t + 8, 2t + 9 to 2t, 2t + 8 and 2t + 1, 2t + 9: those of the columns of V^T.
+        // The columns of V^T have positions 2t, 2t + 1 and 2t + 8, 2t + 9, or 2t, 2t + 8 and 2t + 1, 2t + 9.
+        if constexpr (Traits::TileFormat::position_of_column(1) == 1) continue;
         uint32_t low = pairs(0, n, m), high = pairs(1, n, m);
         pairs(0, n, m) = ptx::permute_bytes(low, high, 0x5410);
         pairs(1, n, m) = ptx::permute_bytes(low, high, 0x7632);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cooperative_groups.h>
+#include <cutlass/fast_math.h>
 
 #include <algorithm>
 #include <cute/arch/cluster_sm90.hpp>
@@ -12,28 +13,30 @@ namespace cute_kernels::pipeline {
 
 // Worked out on the host: at the end of a kernel every division takes a while.
 struct ClusterShape {
-  int ctas, ctas_log2;  // of a cluster
-  int splits;           // of a work tile that a CTA has
-  int work_tiles;       // that a CTA has splits of
+  cutlass::FastDivmod ctas;  // of a cluster
+  int splits;                // of a work tile that a CTA has
+  int work_tiles;            // that a CTA has splits of
 
-  CUTE_DEVICE int rank() const { return ctas > 1 ? static_cast<int>(cute::block_rank_in_cluster()) : 0; }
+  CUTE_DEVICE bool is_one_cta() const { return ctas.divisor == 1; }
+  CUTE_DEVICE int rank() const { return is_one_cta() ? 0 : static_cast<int>(cute::block_rank_in_cluster()); }
   // Of the work tiles of all CTAs.
-  CUTE_DEVICE int first_work_tile() const { return (blockIdx.x >> ctas_log2) * work_tiles; }
+  CUTE_DEVICE int first_work_tile() const { return ctas.div(blockIdx.x) * work_tiles; }
 
   // Every `step`-th split of a work tile, counted through the CTAs of the cluster: calls use(load(partial)) with what
   // its CTA has at `first`, for that CTA's first split, or `stride` further on for the next. Some loads at a time.
   template <class T, class Load, class Use>
   CUTE_DEVICE void for_splits(int begin, int step, T* first, int stride, Load&& load, Use&& use) const {
     constexpr int kAtOnce = 4;
-    int end = splits << ctas_log2;
+    int end = splits * ctas.divisor;
     CUTE_NO_UNROLL
     for (int i = begin; i < end; i += kAtOnce * step) {
       decltype(load(*first)) values[kAtOnce];
       CUTE_UNROLL
       for (int j = 0; j < kAtOnce; ++j) {
-        int index = i + j * step;
-        T* partial = first + (index >> ctas_log2) * stride;
-        if (ctas > 1) partial = cooperative_groups::cluster_group::map_shared_rank(partial, index & (ctas - 1));
+        int index = i + j * step, of_cta, cta;
+        ctas(of_cta, cta, index);
+        T* partial = first + of_cta * stride;
+        if (!is_one_cta()) partial = cooperative_groups::cluster_group::map_shared_rank(partial, cta);
         if (index < end) values[j] = load(*partial);
       }
       CUTE_UNROLL
@@ -44,8 +47,7 @@ struct ClusterShape {
 };
 
 inline ClusterShape cluster_shape(Config const& config) {
-  ClusterShape shape{config.cluster, 0, config.workers, 1};
-  while (1 << shape.ctas_log2 < config.cluster) ++shape.ctas_log2;
+  ClusterShape shape{cutlass::FastDivmod(config.cluster), config.workers, 1};
   if (config.in_cluster) {
     shape.splits = std::min(config.splits_per_work_tile, config.workers);
     shape.work_tiles = config.workers / shape.splits;

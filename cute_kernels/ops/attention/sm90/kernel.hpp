@@ -83,6 +83,7 @@ __global__ void __launch_bounds__(kMaxThreads<kMaxWarpgroups<Traits>>, 1)
   typename Traits::Schedule schedule(params.schedule, shared + kFixedBytes<Traits>);
   StageRing ring{params.ring, storage.barriers, shared + kFixedBytes<Traits> + params.schedule_bytes,
                  Traits::kWorkerWarps};
+  prefetch_tile_rows<Traits>(params, schedule);
   schedule.prepare();
   schedule.prepare_splits();
 

@@ -53,7 +53,7 @@ struct TileLoad {
     rows = view.rows(tile);
     if constexpr (Traits::kHasScales) {
       if (!is_value)
-        scale_row = static_cast<int>(params.values.first_row(tile)) + Traits::TileFormat::bitmap_rows(Traits::kHeadDim);
+        scale_row = static_cast<int>(params.values.first_row(tile)) + Traits::TileFormat::scale_row(Traits::kHeadDim);
     }
   }
 
@@ -85,6 +85,23 @@ struct TileLoad {
     if (value_order) ptx::bulk_copy(stage.value_order, params.values.token_order + order, kOrderBytes, &full, policy);
   }
 };
+
+// Asks for what the CTA's first tiles in pages are looked up in, a warp a work tile and a lane a tile: where tiles are
+// does not depend on lengths, and which the CTA has is about as expected. So that need not wait for lengths.
+template <class Traits>
+CUTE_DEVICE void prefetch_tile_rows(RingParams const& params, typename Traits::Schedule const& schedule) {
+  format::SparseView const& keys = params.keys;
+  if (Traits::kUniform || !keys.pages.table || !params.schedule.by_work_tile) return;
+  int warp = (blockDim.x - 1 - threadIdx.x) / 32;  // the first warp has other work
+  auto expected = schedule.expected_tiles(warp);
+  int tile = expected.first + static_cast<int>(threadIdx.x % 32);
+  if (tile >= expected.end || tile >= keys.tiles_per_head()) return;
+  int64_t slot = keys.tile_index(expected.sequence, expected.kv_head, tile);
+  if (slot < 0) return;
+  ptx::prefetch(keys.row_offsets + slot);
+  ptx::prefetch(params.values.row_offsets + slot);
+  if (params.values.pages.rows_before) ptx::prefetch(params.values.pages.rows_before + slot);
+}
 
 // `producer`: of kMaxProducers.
 template <class Traits>

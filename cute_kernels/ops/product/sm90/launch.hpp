@@ -10,7 +10,7 @@ namespace cute_kernels::product::sm90 {
 
 // Narrow codecs have fewer kernels: more rows take more passes.
 template <class Codecs>
-inline constexpr int kMaxRows = mma::kAreNarrow<Codecs> ? 8 : 64;
+inline constexpr int kMaxRows = mma::kHaveFewKernels<Codecs> ? 8 : 64;
 
 // Calls f with the traits of a (codec, N): a warp multiplies up to 16 rows with mma.sync, a warpgroup more with WGMMA.
 template <format::Role kRole, int kHeadDim, class Codecs, class F>
@@ -43,7 +43,7 @@ pipeline::KernelLimits warp_limits(int result_bytes, bool reduces) {
   limits.fixed_shared_bytes = kWarpFixedBytes;
   limits.one_ring = true;
   limits.stages_ahead = kStagesAhead;
-  limits.thin_work = pipeline::ThinWork::kDownToStep;
+  limits.whole_steps = true;
   limits.combines_in_cluster = limits.sums_in_cta = reduces;
   static_assert(kMaxWarpgroups<Traits> * kWarpgroupWarps <= schedule::kMaxWorkers);
   return limits;
