@@ -1,9 +1,8 @@
 // Query tokens of the rows of a batch that differ in number: those of a row lie behind those of the row before.
 #pragma once
 
-#include <cute/config.hpp>
-
 #include <cstdint>
+#include <cute/config.hpp>
 
 namespace cute_kernels::schedule {
 

@@ -222,6 +222,11 @@ def _methods(case: Case) -> dict[str, Callable[[ck.KVCache], Call]]:
                 "backend": "auto",
             },
         ),
+        "attend packed": lambda c: Call(
+            c.attend,
+            {"q": _x(case, 1, 4, 5, 16), "cu_seqlens_q": torch.tensor([0, 2, 5], dtype=torch.int32)},
+            {"max_seqlen_q": 3, "causal": True, "return_lse": False, "sequences": [1, 0], "backend": "auto"},
+        ),
         "step": lambda c: Call(c.step, {"q": q(1), **new(1)}, {"scale": 0.5, "backend": "auto"}),
         "dense": lambda c: Call(c.dense, {"sequence": 0}),
         "reserve": lambda c: Call(c.reserve, {"tokens": 3}, {}, ("capacity", "pages")),

@@ -416,3 +416,45 @@ def test_the_largest_batch_on_a_gpu(tmp_path, monkeypatch):
     assert found["dense", True]["peak_bytes"] < 3 << 30
     for row in found.values():
         assert row["repeats"] == 2 and "--batch max" in row["command"] and row["command"].endswith("--repeats 2")
+
+
+def test_a_second_turn(tmp_path):
+    """Times are those of the second prompt; the cache holds both."""
+    assert generate.main([*SHORT, "--turn", "40", "--batch", "2", "--out", str(tmp_path)]) == 0
+    found = read(tmp_path)
+    assert [row["side"] for row in found] == ["dense", "sparse"]
+    for row in found:
+        assert (row["prompt"], row["turn"], row["new_tokens"]) == (70, 40, 4)
+        assert row["dense_kv_bytes"] == 2 * 4 * 2 * 64 * 2 * 2 * (70 + 40 + 3)
+        assert "--turn 40" in row["command"]
+    assert found[0]["kv_bytes"] == found[0]["dense_kv_bytes"]
+    assert "| 70 + 40 + 4 |" in rows.markdown(rows.read(tmp_path / "generate.json"))
+
+
+def test_a_prompt_in_chunks_and_prompt_lookup(tmp_path):
+    arguments = [*SHORT, "--prompt-chunk", "32", "--lookup", "3", "--batch", "1", "--out", str(tmp_path)]
+    assert generate.main(arguments) == 0
+    for row in read(tmp_path):
+        assert (row["chunk"], row["lookup"]) == (32, 3)
+        assert row["tokens_per_s"] > 0 and "--prompt-chunk 32 --lookup 3" in row["command"]
+    header, *_ = rows.table_of(rows.read(tmp_path / "generate.json"))
+    assert {"chunk", "lookup"} <= set(header)
+
+
+def test_rows_of_other_turns_are_not_beside_each_other(tmp_path):
+    for arguments in (["--turn", "40"], []):
+        assert generate.main([*SHORT, *arguments, "--batch", "1", "--out", str(tmp_path / "".join(arguments))]) == 0
+    with_turn, without = (rows.read(tmp_path / name / "generate.json") for name in ("--turn40", ""))
+    every = [*with_turn, *without]
+    assert rows.dense_beside(with_turn[1], every) == [with_turn[0]]
+    assert rows.dense_beside(without[1], every) == [without[0]] and with_turn[1].key != without[1].key
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--lookup", "3", "--batch", "2"], ["--turn", "0"], ["--turn", "5", "--side", "sparse-loop-graph"]],
+)
+def test_turns_and_lookup_that_do_not_go(arguments):
+    with pytest.raises(SystemExit) as stopped:
+        generate.parse(["--device", "cpu", *arguments])
+    assert stopped.value.code == 2

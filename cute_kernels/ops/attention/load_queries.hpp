@@ -20,8 +20,7 @@ CUTE_DEVICE void stage_queries(Params const& params, schedule::WorkTile const& w
   int before = 0;  // where the row's first token of those that all rows have would lie
   if constexpr (!Traits::kUniform) {
     int most = params.query_tokens.divisor;
-    if (params.packed.starts)
-      before = params.packed.position(params.packed.of_row(work_tile.row, most), 0, most);
+    if (params.packed.starts) before = params.packed.position(params.packed.of_row(work_tile.row, most), 0, most);
   }
   CUTE_UNROLL
   for (int n = 0; n < Traits::kRowBlocks; ++n) {

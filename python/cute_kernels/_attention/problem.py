@@ -45,12 +45,12 @@ def pack_problem(
         lengths; it decides how work is split, so no more than the last bits of results. (0, 0): not known.
     packed: queries of several sequences in one row of q; launches will pass where each begins.
     """
-    sizes, (_, *strides), tokens = q.shape[:3], q.stride()[:3], 0
-    row_stride = q.stride()[0]
-    if packed is not None:
-        sizes, row_stride, tokens = (packed.rows, q.shape[1], packed.most), 0, q.shape[2]
-    options = scale, causal, num_splits, expected, tokens
-    return _C.AttentionProblem(keys, values, window, sizes, (row_stride, *strides), *options)
+    options = scale, causal, num_splits, expected
+    if packed is None:
+        return _C.AttentionProblem(keys, values, window, q.shape[:3], q.stride()[:3], *options, 0)
+    _, heads, tokens, _ = q.shape
+    sizes, strides = (packed.rows, heads, packed.most), (0, *q.stride()[1:3])
+    return _C.AttentionProblem(keys, values, window, sizes, strides, *options, tokens)
 
 
 def launch_problem(

@@ -12,6 +12,7 @@ from transformers.cache_utils import CacheLayerMixin
 from cute_kernels._attention import dense
 from cute_kernels._cache.rows import core_of
 from cute_kernels._runtime.backends import resolve
+from cute_kernels._runtime.extension import SCALED_CODECS
 from cute_kernels.distributed import ShardedKVCache
 from cute_kernels.integrations.transformers import _support
 from cute_kernels.integrations.transformers._attention import ForwardPass, NewTokens, dense_attention
@@ -281,7 +282,9 @@ class SparseLayer(CacheLayerMixin):
 
     def _has_prefill_kernel(self, kv: KVCache, query: Tensor) -> bool:
         """Whether many queries attend to the compressed cache faster than to a decompressed one."""
-        return query.dtype is kv.dtype and query.is_cuda and resolve(self.settings.backend, query.device) == "sm90"
+        if query.dtype is not kv.dtype or not query.is_cuda or kv.key_codec in SCALED_CODECS:
+            return False
+        return resolve(self.settings.backend, query.device) == "sm90"
 
     def _extend_merged(self, kv: KVCache, query: Tensor, keys: Tensor, values: Tensor, scaling: float | None) -> Tensor:
         """Two parts, merged by their log-sum-exps: all that is cached, which every new token sees, and the new ones."""
