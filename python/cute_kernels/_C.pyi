@@ -235,7 +235,14 @@ class cpu:
     ) -> None: ...
     @staticmethod
     def attention(
-        problem: AttentionProblem, q: int, sequences: int, lengths: int, out: int, lse: int, threads: int
+        problem: AttentionProblem,
+        q: int,
+        sequences: int,
+        lengths: int,
+        query_starts: int,
+        out: int,
+        lse: int,
+        threads: int,
     ) -> None: ...
 
 class Window:
@@ -261,6 +268,7 @@ class AttentionProblem:
         causal: bool,
         num_splits: int,
         expected: tuple[int, int],
+        packed_tokens: int,
     ) -> None: ...
 
 class cuda:
@@ -433,6 +441,7 @@ class cuda:
         q: int,
         sequences: int,
         lengths: int,
+        query_starts: int,
         out: int,
         lse: int,
         new_empty: object,
