@@ -346,6 +346,10 @@ class cuda:
         stream: int,
     ) -> None: ...
     @staticmethod
+    def pack_two_of_four(
+        x: int, strides: Sequence[int], totals: int, counts_lost: bool, view: SparseView, stream: int
+    ) -> None: ...
+    @staticmethod
     def decompress(view: SparseView, out: int, stream: int) -> None: ...
     class Windows:
         def __init__(

@@ -56,12 +56,14 @@ def _functions(case: Case) -> dict[str, Callable[[], Call]]:
     return {
         "prune": lambda: Call(ck.prune, {"x": _x(case)}, {**amounts, **rule, "role": "key"}),
         "compress": lambda: Call(
-            ck.compress, {"x": _x(case)}, {**amounts, **rule, "role": "key", "codec": None, "out": None}
+            ck.compress,
+            {"x": _x(case)},
+            {**amounts, **rule, "role": "key", "codec": None, "tile_format": None, "out": None},
         ),
         "compress_kv": lambda: Call(
             ck.compress_kv,
             {"k": _x(case), "v": _x(case)},
-            {**amounts, **rule, **codecs, "key_keep": None, "value_keep": 3, "out": None},
+            {**amounts, **rule, **codecs, "key_keep": None, "value_keep": 3, "tile_format": None, "out": None},
         ),
         "decompress": lambda: Call(ck.decompress, {"kv": keys}),
         "sparse_qk": lambda: Call(

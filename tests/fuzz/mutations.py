@@ -15,7 +15,22 @@ from tests.fuzz.case import Case
 
 EXTREMES = (0, 1, -1, 2, 63, 64, 127, 128, 255, 2**15 - 1, -(2**15), 2**31 - 1, -(2**31), 2**62, -(2**63))
 _NUMBERS = (0, 1, -1, 3, 64, 2**31, 2**40, 2**63 - 1, 2**63, 10**400, 0.5, float("nan"))
-_WORDS = ("", "key", "value", "x", "fp16", "bf16", "fp8", "int4", "e4m3", "float16", "bfloat16", "bitmap", b"key")
+_WORDS = (
+    "",
+    "key",
+    "value",
+    "x",
+    "fp16",
+    "bf16",
+    "fp8",
+    "int4",
+    "e4m3",
+    "float16",
+    "bfloat16",
+    "bitmap",
+    "two_of_four",
+    b"key",
+)
 _JUNK = (None, True, *_NUMBERS, *_WORDS, [], [1], [2, 2, 150, 80], (1,), {}, [[]])
 
 

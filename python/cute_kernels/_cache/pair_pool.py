@@ -76,7 +76,7 @@ def store(
             if new_order:
                 chosen = two_of_four.choose_channels(kernels, cache, False, TILE_TOKENS, stream)
                 part.channels[index] = chosen.order
-                if part.scales is not None:
+                if part.scales is not None and chosen.scale is not None:
                     part.scales[index] = chosen.scale
             channels = part.of(index)
             storage = two_of_four.write(kernels, cache, channels, False, totals, stream)
@@ -94,7 +94,9 @@ def _lost(x: Tensor, channels: Channels, role: str) -> Tensor:
     for row, order in zip(x, channels.order):  # row by row: masks and sorted indices take many times the memory of x
         dense = row[None]
         mask = rules.two_of_four(dense, order[None, :, : x.shape[3]].long(), role)
-        lost += rule.constrained(dense, torch.where(mask, dense, 0), x.shape[3] // 2)
+        of_row = rule.constrained(dense, torch.where(mask, dense, 0), x.shape[3] // 2)
+        assert of_row is not None
+        lost += of_row
     return lost
 
 
