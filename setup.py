@@ -66,6 +66,7 @@ X86_FLAGS = {
     "_avx512bf16": [*AVX512_FLAGS, "-mavx512vbmi2", "-mavx512bf16"],
 }
 HEAD_DIM_MACRO = "CUTE_KERNELS_HEAD_DIM"  # files that use it are compiled once for each head_dim
+CODECS_MACRO = "CUTE_KERNELS_CODECS"  # and those that use this, once for each kind of codecs
 
 
 def isa_suffix(source: Path) -> str:
@@ -88,6 +89,12 @@ def find_sources(root: Path, archs: list[Arch]) -> list[Path]:
     return [p.relative_to(root) for p in sources]
 
 
+def compression_flags(toolkit: Toolkit | None) -> list[str]:
+    """Machine code is stored compressed, an eighth of its size; the driver unpacks what is used."""
+    newest = toolkit is not None and tuple(map(int, toolkit.version.split("."))) >= (12, 8)
+    return ["--compress-mode=size"] if newest else []
+
+
 def gencode_flags(source: Path, archs: list[Arch]) -> list[str]:
     """nvcc's -gencode flags for a .cu file; none if it has nothing to offer to these architectures."""
     backends = [backend for backend in BACKENDS.values() if source.stem.endswith(backend.suffix)]
@@ -100,11 +107,24 @@ def head_dims(root: Path) -> list[int]:
     return [int(d) for d in re.findall(r"^CUTE_KERNELS_FOR_HEAD_DIM\((\d+)\)", text, re.MULTILINE)]
 
 
+def codecs(root: Path) -> list[str]:
+    """Codecs that share an object file, see cute_kernels/mma/codecs.def."""
+    text = (root / LIBRARY / "mma" / "codecs.def").read_text(encoding="utf-8")
+    return re.findall(r"^CUTE_KERNELS_FOR_CODECS\((\w+)\)", text, re.MULTILINE)
+
+
 def compilations(root: Path, source: Path) -> list[tuple[str, list[str]]]:
-    """(object's name, flags) for every time that a file is compiled: once, or once for each head_dim that it names."""
-    if HEAD_DIM_MACRO not in (root / source).read_text(encoding="utf-8"):
-        return [(f"{source}.o", [])]
-    return [(f"{source}.d{d}.o", [f"-D{HEAD_DIM_MACRO}={d}"]) for d in head_dims(root)]
+    """(object's name, flags) for every time that a file is compiled: once, or once for each value of the macros that it
+    names."""
+    text = (root / source).read_text(encoding="utf-8")
+    found: list[tuple[str, list[str]]] = [(str(source), [])]
+    if HEAD_DIM_MACRO in text:
+        found = [
+            (f"{name}.d{d}", [*flags, f"-D{HEAD_DIM_MACRO}={d}"]) for name, flags in found for d in head_dims(root)
+        ]
+    if CODECS_MACRO in text:
+        found = [(f"{name}.{c}", [*flags, f"-D{CODECS_MACRO}={c}"]) for name, flags in found for c in codecs(root)]
+    return [(f"{name}.o", flags) for name, flags in found]
 
 
 def defines(toolkit: Toolkit | None, archs: list[Arch]) -> list[str]:
@@ -229,7 +249,7 @@ def build_statements(
     objects = []
     for source in sources:
         if source.suffix == ".cu":
-            rule, flags = "nvcc", [*NVCC_FLAGS, *gencode_flags(source, archs)]
+            rule, flags = "nvcc", [*NVCC_FLAGS, *compression_flags(toolkit), *gencode_flags(source, archs)]
         else:
             rule, flags = "cxx", [*CXX_FLAGS, *isa_flags(source)]
             flags += [*(SANITIZE_FLAGS if sanitize else []), *sanitize, *user_flags]

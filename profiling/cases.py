@@ -17,6 +17,7 @@ DENSE_OPS = ("dense_qk", "dense_av", "dense_attention", "copy")
 OPS = SPARSE_OPS + CACHE_OPS + DENSE_OPS
 
 DTYPES = ("float16", "bfloat16")
+CODECS = ("fp8", "int8", "int4")  # beside those of the dtypes
 DATA = ("gaussian", "outlier", "equal")  # see data.py
 CACHES = ("cold", "warm")  # last-level cache at every call: other operands, or the same ones again
 TIMINGS = ("events", "graph", "auto")  # see timing.py
@@ -78,6 +79,7 @@ class Load:
     keep: int
     dtype: str = "float16"
     data: str = "gaussian"
+    codec: str = ""  # that the cache is stored in, if not that of its dtype
 
     def __post_init__(self) -> None:
         if not 1 <= self.keep <= self.shape.head_dim:
@@ -142,6 +144,7 @@ class Case:
             f"--seed {self.seed} --repeats {self.repeats}"
         )
         extra = (
+            ("--codec", load.codec, ""),
             ("--scores", self.scores, ""),
             ("--cache", self.cache, "cold"),
             ("--timing", self.timing, "events"),
@@ -158,6 +161,7 @@ class Case:
             f"keep {load.keep}",
             load.dtype,
             load.data,
+            load.codec,
             self.scores and f"scores {self.scores}",
             "warm" if self.cache == "warm" else "",
             "" if self.timing == "events" else self.timing,

@@ -16,6 +16,11 @@ def positive_integer(text: str) -> int:
     return _integer(text, 1, LARGEST, "a positive integer")
 
 
+def positive_integers(text: str) -> list[int]:
+    """Distinct ones, from a list with commas, in ascending order."""
+    return sorted({positive_integer(word) for word in text.split(",")})
+
+
 def count(text: str) -> int:
     return _integer(text, 0, LARGEST, "an integer of at least 0")
 
@@ -89,6 +94,22 @@ def check_sizes(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
         )
     if getattr(options, "keep", 1) > head_dim:
         parser.error(f"argument --keep: must be at most --head-dim {head_dim}, got {options.keep}")
+
+
+def add_output(parser: argparse.ArgumentParser, name: str) -> None:
+    """--out, --commit-results and --name: where rows go; `check_output` looks at them."""
+    add = parser.add_argument
+    add("--out", type=Path, metavar="DIR", help="folder for the rows (default: build/profiling/DEVICE)")
+    add("--commit-results", action="store_true", help="write to the committed results of this GPU")
+    add("--name", default=name, metavar="NAME", help="of the rows' file (default: %(default)s)")
+
+
+def check_output(parser: argparse.ArgumentParser, options: argparse.Namespace, name: str) -> None:
+    """Ends the command unless rows go to files that `profiling.report` finds by their first letters, `name`."""
+    if options.commit_results and (options.out or options.device.type != "cuda"):
+        parser.error("--commit-results needs a GPU, and goes without --out")
+    if Path(options.name).name != options.name or not options.name.startswith(name):
+        parser.error(f"--name: must begin with {name}, got {options.name}")
 
 
 def folder_for(path: Path) -> Path:

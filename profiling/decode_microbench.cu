@@ -9,6 +9,8 @@
 //   struct Scheme {
 //     static constexpr char const* kName;
 //     static constexpr int kMaxRows;                                // of a block; a row is 32 words, one a lane
+//     static constexpr int kRowsBehind;                             // of a block, that decoding may read
+//     static uint16_t value(uint32_t random);                       // host; bits of a half, not zero, that can be stored
 //     static int pack(LaneElements const&, LaneColumn<kMaxRows>&);  // host; returns the rows that the lane needs
 //     static __device__ void decode(uint32_t column, Fragments&);   // column: shared address of the lane's first word
 //   };
@@ -55,6 +57,9 @@ struct SplitStreams {
   static constexpr char const* kName = "split streams";
   static constexpr int kBitmapRows = kLaneElements / BitmapTile::kWordElements;
   static constexpr int kMaxRows = kBitmapRows + kLaneElements / BitmapTile::kStreams;
+  static constexpr int kRowsBehind = mma::Decoder<BitmapTile, Fp16Codec>::kRowsBehind;
+
+  static uint16_t value(uint32_t random) { return 0x3c00 | (random & 0x3ff); }  // in [1, 2)
 
   static int pack(LaneElements const& elements, LaneColumn<kMaxRows>& column) {
     int length[BitmapTile::kStreams] = {};
@@ -78,10 +83,47 @@ struct SplitStreams {
   }
 };
 
+// The same of a narrow codec: numbers of its codes.
+template <class Codec>
+struct NarrowStreams {
+  static constexpr char const* kName = Codec::kName;
+  static constexpr int kBitmapRows = kLaneElements / BitmapTile::kWordElements;
+  static constexpr int kMaxRows = kBitmapRows + Codec::value_rows(kLaneElements / BitmapTile::kStreams);
+  static constexpr int kRowsBehind = mma::Decoder<BitmapTile, Codec>::kRowsBehind;
+
+  static uint16_t value(uint32_t random) {
+    return half_t(1 + static_cast<float>(random % static_cast<uint32_t>(cute::min(Codec::kLargest, 15.f)))).raw();
+  }
+
+  static int pack(LaneElements const& elements, LaneColumn<kMaxRows>& column) {
+    int length[BitmapTile::kStreams] = {};
+    for (int e = 0; e < kLaneElements; ++e) {  // in the order of the streams
+      uint16_t value = elements[e / 8 * 8 + BitmapTile::ElementOrder{}(e % 8)];
+      if (value == 0) continue;
+      int stream = BitmapTile::stream(e), rank = length[stream]++;
+      int bit = BitmapTile::bitmap_bit<Codec::kBitDistance>(e % BitmapTile::kWordElements);
+      column[BitmapTile::bitmap_word(e)] |= 1u << bit;
+      uint32_t code = Codec::encode(static_cast<float>(half_t::bitcast(value)));
+      column[kBitmapRows + Codec::value_row(stream, rank)] |= Codec::place(code, stream, rank);
+    }
+    return kBitmapRows + Codec::value_rows(*std::max_element(std::begin(length), std::end(length)));
+  }
+
+  static __device__ void decode(uint32_t column, Fragments& fragments) {
+    uint32_t word0 = ptx::load_shared_u32(column);
+    uint32_t word1 = ptx::load_shared_u32(column + kRowBytes);
+    using Decoder = mma::Decoder<BitmapTile, Codec>;
+    typename Decoder::Cursor at{column + kBitmapRows * kRowBytes, {0, 0}};
+    Decoder::decode64(word0, word1, at, fragments);
+  }
+};
+
 // Nothing to decode: what the loop and its MMAs cost, and the rate that no scheme can exceed here.
 struct Dense {
   static constexpr char const* kName = "dense";
-  static constexpr int kMaxRows = kRegisters;
+  static constexpr int kMaxRows = kRegisters, kRowsBehind = 0;
+
+  static uint16_t value(uint32_t random) { return SplitStreams::value(random); }
 
   static int pack(LaneElements const& elements, LaneColumn<kMaxRows>& column) {
     for (int i = 0; i < kRegisters; ++i) column[i] = elements[2 * i] | uint32_t{elements[2 * i + 1]} << 16;
@@ -162,12 +204,13 @@ class DeviceArray {
 };
 
 // Every element is present with probability `density`, independently: (kPatterns * 32) lanes.
+template <class Scheme>
 std::vector<LaneElements> random_lanes(double density) {
   std::mt19937 random(1);
   std::bernoulli_distribution present(density);
   std::vector<LaneElements> lanes(kPatterns * kLanes);
   for (LaneElements& elements : lanes)
-    for (uint16_t& value : elements) value = present(random) ? 0x3c00 | (random() & 0x3ff) : 0;  // in [1, 2)
+    for (uint16_t& value : elements) value = present(random) ? Scheme::value(random()) : uint16_t{0};
   return lanes;
 }
 
@@ -197,14 +240,14 @@ int count_wrong(std::vector<LaneElements> const& want, std::vector<uint32_t> con
 template <class Scheme, int kWarps>
 bool measure(double density, int multiprocessors) {
   static_assert(kWarps >= kPatterns, "every pattern must be checked");
-  std::vector<LaneElements> lanes = random_lanes(density);
+  std::vector<LaneElements> lanes = random_lanes<Scheme>(density);
   int rows;
   DeviceArray<uint32_t> blocks(pack_blocks<Scheme>(lanes, rows));
   DeviceArray<uint32_t> fragments(size_t{kPatterns} * kLanes * kRegisters);
   DeviceArray<float> sums(size_t(multiprocessors) * kWarps * kLanes);
   DeviceArray<long long> clocks(multiprocessors);
 
-  int shared_bytes = (kWarps * rows + format::kRowsBehind) * kRowBytes;
+  int shared_bytes = (kWarps * rows + Scheme::kRowsBehind) * kRowBytes;
   auto launch = [&](auto* kernel, int iterations) {
     check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
                "shared memory of a block");
@@ -255,11 +298,15 @@ bool measure_all(int multiprocessors) {
 
 int main() try {
   using namespace cute_kernels::profiling;
+  namespace format = cute_kernels::format;
   int device, multiprocessors;
   cute_kernels::check_cuda(cudaGetDevice(&device), "no CUDA device");
   cute_kernels::check_cuda(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device), "device");
   std::puts("scheme,density,warps,elements_per_clk_sm,gigaelements_per_s,wrong");
   bool right = measure_all<SplitStreams>(multiprocessors);
+  right &= measure_all<NarrowStreams<format::Fp8Codec>>(multiprocessors);
+  right &= measure_all<NarrowStreams<format::Int8Codec>>(multiprocessors);
+  right &= measure_all<NarrowStreams<format::Int4Codec>>(multiprocessors);
   right &= measure_all<Dense>(multiprocessors);
   return right ? 0 : 1;
 } catch (std::exception const& error) {

@@ -160,6 +160,7 @@ def _row(
         keep=load.keep,
         dtype=load.dtype,
         data=load.data,
+        codec=load.codec,
         median_us=rounded(us),
         iqr_us=rounded(op_time.iqr_us),
         tb_per_s=rounded(bytes_moved / us / 1e6),

@@ -91,7 +91,10 @@ def _attention(case: Case, device: torch.device, rng: torch.Generator) -> InputS
     """Keys and values that were compressed together, and a window."""
     shape, dtype = case.load.shape, getattr(torch, case.load.dtype)
     keys, values = ck.compress_kv(
-        data.cache(case.load, device, rng), data.cache(case.load, device, rng), keep=case.load.keep
+        data.cache(case.load, device, rng),
+        data.cache(case.load, device, rng),
+        keep=case.load.keep,
+        codec=case.load.codec or None,
     )
     newest = replace(case.load, shape=replace(shape, tokens=WINDOW))
     window = data.cache(newest, device, rng), data.cache(newest, device, rng)
@@ -127,7 +130,7 @@ def _cache(case: Case, role: str, device: torch.device, rng: torch.Generator) ->
     cache = data.cache(case.load, device, rng)
     if case.is_dense:
         return None, cache
-    sparse = ck.compress(cache, role=role, keep=case.load.keep)
+    sparse = ck.compress(cache, role=role, keep=case.load.keep, codec=case.load.codec or None)
     return sparse, cache if case.op == "compress" else ck.decompress(sparse)
 
 
@@ -178,7 +181,8 @@ def _call(case: Case, inputs: InputSet) -> Tensor | ck.SparseKV:
     if case.op == "attend":  # likewise
         return inputs.cache.attend(inputs.left, causal=False, out=inputs.out, backend=case.backend)
     if case.op == "compress":
-        return ck.compress(inputs.dense, role=case.role, keep=case.load.keep)
+        load = case.load
+        return ck.compress(inputs.dense, role=case.role, keep=load.keep, codec=load.codec or None)
     raise ValueError(f"no call for operation {case.op!r}")
 
 

@@ -77,6 +77,7 @@ def selects_all(args: argparse.Namespace) -> bool:
         args.keep,
         args.dtype,
         args.data,
+        args.codec,
         args.scores,
         args.cache,
         args.peer,
@@ -120,6 +121,7 @@ def _what(add: Callable[..., object]) -> None:
         choices=cases.DATA,
         help="gaussian; outlier: lognormal channel scales; equal: every value stream equally long, so no padding",
     )
+    add("--codec", choices=cases.CODECS, help="that caches are stored in (default: that of their dtype)")
     add(
         "--scores",
         action="append",

@@ -18,11 +18,15 @@ from profiling.generation import readme as generation_readme
 from profiling.generation import rows as generation
 from profiling.rows import Row
 from profiling.scaling import rows as scaling
+from profiling.serving_load import readme as load_readme
+from profiling.serving_load import rows as load
 
 GENERATED = f"{generation.NAME}*.json"
 SCALING = f"{scaling.NAME}*.json"
 SCALING_GENERATED = f"{scaling.NAME}-{GENERATED}"  # over several GPUs, so not beside those of one in the documentation
+LOAD = f"{load.NAME}*.json"
 ACCURACY = Path("accuracy", "accuracy.json")  # of profiling.recipes.associative_recall
+ACCURACY_PLOTS = ("accuracy", "frontier")
 DOCS = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 
 DESCRIPTION = """\
@@ -92,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def sweep_files(folder: Path) -> list[Path]:
-    others = {folder / DECODE_FILE, *folder.glob(GENERATED), *folder.glob(SCALING)}
+    others = {folder / DECODE_FILE, *folder.glob(GENERATED), *folder.glob(SCALING), *folder.glob(LOAD)}
     return sorted(set(folder.glob("*.json")) - others)
 
 
@@ -104,6 +108,12 @@ def folder_rows(folder: Path) -> list[Row]:
 def generation_rows(folder: Path) -> list[generation.Row]:
     """The newest row of each case in what `python -m profiling.generate` wrote; ValueError for a file without rows."""
     return rows.newest(row for path in sorted(folder.glob(GENERATED)) for row in generation.read(path))
+
+
+def load_rows(folder: Path) -> list[load.Row]:
+    """Of the file load.json alone: one load."""
+    path = folder / f"{load.NAME}.json"
+    return load.read(path) if path.is_file() else []
 
 
 # ---- Tables, CSV and plots -------------------------------------------------------------------------------------------
@@ -125,6 +135,10 @@ def write_tables(folder: Path, target: Path) -> int:
         made = generation.read(path)
         generation.write_csv(made, target / f"{path.stem}.csv")
         count += _write_table(generation.markdown(made), target / f"{path.stem}.md")
+    for path in sorted(folder.glob(LOAD)):
+        served = load.read(path)
+        load.write_csv(served, target / f"{path.stem}.csv")
+        count += _write_table(load.markdown(served), target / f"{path.stem}.md")
     if (folder / ACCURACY).is_file():
         from profiling.recipes import associative_recall as recipe
 
@@ -149,7 +163,9 @@ def _plots(folder: Path, target: Path, names: Sequence[str] = plots.NAMES) -> li
                 *(f"wrote {path}" for path in paths), *(f"{folder}: no plot {reason}" for reason in missing), sep="\n"
             )
         if names == plots.NAMES and (folder / ACCURACY).is_file():
-            print(f"wrote {plots.draw_accuracy(records.read(folder / ACCURACY), target)}")
+            print(*(f"wrote {path}" for path in plots.draw_accuracy(records.read(folder / ACCURACY), target)), sep="\n")
+        if names == plots.NAMES and any(row.users for row in load_rows(folder)):
+            print(f"wrote {plots.draw_load(load_rows(folder), target)}")
     except plots.PlotsError as error:
         return [f"no plots: {error}"]
     return []
@@ -162,7 +178,8 @@ def committed_plots(folder: Path) -> dict[str, Path]:
     """Name -> where the plot is, if the documentation shows it."""
     return {
         **{name: folder / "plots" / f"{name}.png" for name in plots.NAMES},
-        ACCURACY.stem: folder / ACCURACY.parent / "plots" / f"{ACCURACY.stem}.png",
+        **{name: folder / ACCURACY.parent / "plots" / f"{name}.png" for name in ACCURACY_PLOTS},
+        load.NAME: folder / "plots" / f"{load.NAME}.png",
     }
 
 
@@ -173,9 +190,11 @@ def _shown_plots(folder: Path, text: str) -> list[str]:
         for name, path in committed_plots(folder).items()
         if path.resolve().is_relative_to(ROOT) and path.resolve().relative_to(ROOT).as_posix() in text
     ]
-    problems = _plots(folder, folder / "plots", [name for name in shown if name != ACCURACY.stem])
-    if ACCURACY.stem in shown and not problems:
+    problems = _plots(folder, folder / "plots", [name for name in shown if name in plots.NAMES])
+    if set(shown) & set(ACCURACY_PLOTS) and not problems:
         plots.draw_accuracy(records.read(folder / ACCURACY), folder / ACCURACY.parent / "plots")
+    if load.NAME in shown and not problems:
+        plots.draw_load(load_rows(folder), folder / "plots")
     return problems
 
 
@@ -187,6 +206,7 @@ def blocks(found: Sequence[Path]) -> list[tuple[str, str, Callable[[Path], str]]
     """
     figures = {folder: [row for row in folder_rows(folder) if row.multiprocessors] for folder in found}
     made = {folder: [row for row in generation_rows(folder) if row.peak_bytes is not None] for folder in found}
+    served = {folder: [row for row in load_rows(folder) if not row.isa] for folder in found}
     return [
         (
             readme.BEGIN,
@@ -198,6 +218,13 @@ def blocks(found: Sequence[Path]) -> list[tuple[str, str, Callable[[Path], str]]
             generation_readme.END,
             lambda document: generation_readme.table_block(
                 made[_newest(made)], _link(_newest(made) / f"{generation.NAME}.json", document)
+            ),
+        ),
+        (
+            load_readme.BEGIN,
+            load_readme.END,
+            lambda document: load_readme.table_block(
+                served[_newest(served)], _link(_newest(served) / f"{load.NAME}.json", document)
             ),
         ),
     ]
@@ -231,7 +258,7 @@ def update_docs(found: Sequence[Path], documents: Sequence[Path]) -> list[str]:
     return problems
 
 
-def _newest(found: Mapping[Path, Sequence[Row] | Sequence[generation.Row]]) -> Path:
+def _newest(found: Mapping[Path, Sequence[Row] | Sequence[generation.Row] | Sequence[load.Row]]) -> Path:
     measured = {folder: its_rows for folder, its_rows in found.items() if its_rows}
     if not measured:
         raise readme.ReadmeError("no rows of a GPU")

@@ -68,6 +68,7 @@ class Measured:
     commit: str
     timestamp: str
     # Of products and attention, some of them; other rows have these defaults.
+    codec: str = ""  # that the cache is stored in, if not that of dtype
     scores: str = ""  # dtype of sparse_qk's result and sparse_av's p, if not dtype
     cache: str = "cold"  # last-level cache at each call
     timing: str = "events"  # "events": single calls; "graph": many calls in a CUDA graph, divided
@@ -90,7 +91,7 @@ class Row(Counters, Measured):  # in this order the counters' fields come last
         return Case(
             self.op,
             self.backend,
-            Load(self.shape, self.keep, self.dtype, self.data),
+            Load(self.shape, self.keep, self.dtype, self.data, self.codec),
             self.seed,
             self.repeats,
             self.scores,

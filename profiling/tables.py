@@ -43,6 +43,7 @@ def filled(table: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
 def _data(row: Row) -> str:
     words = (
         row.data,
+        row.codec,
         "warm" if row.cache == "warm" else "",
         "" if row.timing == "events" else row.timing,
         f"{row.stages_ahead} ahead" if row.stages_ahead else "",

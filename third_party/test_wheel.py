@@ -1,6 +1,6 @@
 """`make test-wheel`: tests with a wheel installed in new environments, which have the oldest and the newest torch.
 
-`python -m third_party.test_wheel [--torch VERSION ...] WHEEL` makes a virtual environment for each torch in
+`python -m third_party.test_wheel [--torch VERSION]... WHEEL` makes a virtual environment for each torch in
 build/test-wheel, with this Python, installs torch and the wheel into it, and runs the tests of `TESTS` beside the
 checkout's, but not with its package.
 """
@@ -62,13 +62,13 @@ def _run(*command: str | Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m third_party.test_wheel", description=__doc__.partition("\n")[0])
     versions = [OLDEST_TORCH, newest_torch()]
-    parser.add_argument("--torch", nargs="+", default=versions, metavar="VERSION", help=f"default: {versions}")
+    parser.add_argument("--torch", action="append", metavar="VERSION", help=f"one or more (default: {versions})")
     parser.add_argument("wheel", type=Path, metavar="WHEEL", help="for this Python")
     args = parser.parse_args(arguments)
     if not args.wheel.is_file():
         parser.error(f"there is no {args.wheel}: make wheel builds one")
     try:
-        for torch in args.torch:
+        for torch in args.torch or versions:
             test_with(torch, args.wheel.resolve())
     except BuildError as error:
         print(f"cute_kernels: {args.wheel.name} with torch {torch}: {error}", file=sys.stderr)

@@ -52,10 +52,17 @@ void select(uintptr_t x, Strides const& strides, int batch, int kv_heads, int64_
               to_pointer<uint32_t>(masks), to_pointer<int32_t>(counts), to_pointer<uint16_t>(pruned), threads);
 }
 
-void quantize(uintptr_t x, Strides const& strides, int batch, int kv_heads, int64_t tokens, int head_dim, int dtype,
-              int codec, uintptr_t out, int threads) {
-  cpu::quantize(dense_view(x, strides, batch, kv_heads, tokens, head_dim, static_cast<DType>(dtype)),
-                static_cast<format::CodecId>(codec), to_pointer<uint16_t>(out), threads);
+void channel_scales(uintptr_t x, Strides const& strides, int batch, int kv_heads, int64_t tokens, int head_dim,
+                    int dtype, uintptr_t scales, int threads) {
+  cpu::channel_scales(dense_view(x, strides, batch, kv_heads, tokens, head_dim, static_cast<DType>(dtype)),
+                      to_pointer<uint16_t>(scales), threads);
+}
+
+int64_t token_scales(uintptr_t x, Strides const& strides, int batch, int kv_heads, int64_t tokens, int head_dim,
+                     int dtype, uintptr_t masks, int codec, uintptr_t channel_scales, uintptr_t scales, int threads) {
+  return cpu::token_scales(dense_view(x, strides, batch, kv_heads, tokens, head_dim, static_cast<DType>(dtype)),
+                           to_pointer<uint32_t>(masks), static_cast<format::CodecId>(codec),
+                           to_pointer<uint16_t>(channel_scales), to_pointer<uint16_t>(scales), threads);
 }
 
 void balance(uintptr_t masks, uintptr_t channel_order, uintptr_t masks2, uintptr_t channel_order2, int batch,
@@ -67,8 +74,10 @@ void balance(uintptr_t masks, uintptr_t channel_order, uintptr_t masks2, uintptr
                threads);
 }
 
-void pack(uintptr_t x, Strides const& strides, uintptr_t masks, SparseView const& view, int threads) {
-  cpu::pack(dense_view(x, strides, view, view.batch, view.tokens), to_pointer<uint32_t>(masks), view, threads);
+void pack(uintptr_t x, Strides const& strides, uintptr_t masks, uintptr_t token_scales, SparseView const& view,
+          int threads) {
+  cpu::pack(dense_view(x, strides, view, view.batch, view.tokens), to_pointer<uint32_t>(masks),
+            to_pointer<uint16_t>(token_scales), view, threads);
 }
 
 void decompress(SparseView const& view, uintptr_t out, int threads) {
@@ -88,13 +97,14 @@ void sparse_av(SparseView const& view, uintptr_t p, Strides const& p_strides, in
 }
 
 compress::Pool make_pool(SparseView const& keys, SparseView const& values, int key_keep, int value_keep,
-                         uintptr_t dropped, uintptr_t error) {
+                         uintptr_t dropped, uintptr_t refused, uintptr_t error) {
   compress::Pool pool;
   pool.keys = keys;
   pool.values = values;
   pool.key_keep = key_keep;
   pool.value_keep = value_keep;
   pool.dropped = to_pointer<int64_t>(dropped);
+  pool.refused = to_pointer<int64_t>(refused);
   pool.error = to_pointer<int32_t>(error);
   return pool;
 }
@@ -117,19 +127,22 @@ void load(compress::Pool const& pool, int sequence, int first_tile, int tiles, u
 void bind_cpu(py::module_& m) {
   using namespace py::literals;
   py::class_<compress::Pool>(m, "Pool", "Keys and values in pages of one table, as pointers and sizes; owns nothing")
-      .def(py::init(&make_pool), "keys"_a, "values"_a, "key_keep"_a, "value_keep"_a, "dropped"_a, "error"_a);
+      .def(py::init(&make_pool), "keys"_a, "values"_a, "key_keep"_a, "value_keep"_a, "dropped"_a, "refused"_a,
+           "error"_a);
   auto c = m.def_submodule("cpu", "The CPU backend: host pointers, sizes, the number of threads");
   c.def(
       "isa", [] { return cpu::kernels().name; },
       "Instruction set of the kernels: \"avx512\", \"avx2\" or \"scalar\"; CUTE_KERNELS_CPU_ISA picks a lower one");
   c.def("select", &select, Unlocked(), "x"_a, "strides"_a, "batch"_a, "kv_heads"_a, "tokens"_a, "head_dim"_a, "dtype"_a,
         "keep"_a, "masks"_a, "counts"_a, "pruned"_a, "threads"_a);
-  c.def("quantize", &quantize, Unlocked(), "x"_a, "strides"_a, "batch"_a, "kv_heads"_a, "tokens"_a, "head_dim"_a,
-        "dtype"_a, "codec"_a, "out"_a, "threads"_a,
-        "x as the codec stores it, contiguous; what rounds to 0 becomes +0");
+  c.def("channel_scales", &channel_scales, Unlocked(), "x"_a, "strides"_a, "batch"_a, "kv_heads"_a, "tokens"_a,
+        "head_dim"_a, "dtype"_a, "scales"_a, "threads"_a, "bf16 of a narrow codec, by channel, from the first tokens");
+  c.def("token_scales", &token_scales, Unlocked(), "x"_a, "strides"_a, "batch"_a, "kv_heads"_a, "tokens"_a,
+        "head_dim"_a, "dtype"_a, "masks"_a, "codec"_a, "channel_scales"_a, "scales"_a, "threads"_a,
+        "bf16 by token; returns how many of the kept values the codec cannot store");
   c.def("balance", &balance, Unlocked(), "masks"_a, "channel_order"_a, "masks2"_a, "channel_order2"_a, "batch"_a,
         "kv_heads"_a, "tokens"_a, "head_dim"_a, "token_order"_a, "longest"_a, "longest2"_a, "threads"_a);
-  c.def("pack", &pack, Unlocked(), "x"_a, "strides"_a, "masks"_a, "view"_a, "threads"_a);
+  c.def("pack", &pack, Unlocked(), "x"_a, "strides"_a, "masks"_a, "token_scales"_a, "view"_a, "threads"_a);
   c.def("decompress", &decompress, Unlocked(), "view"_a, "out"_a, "threads"_a);
   c.def("store", &store, Unlocked(), "pool"_a, "k"_a, "k_strides"_a, "v"_a, "v_strides"_a, "batch"_a, "tokens"_a,
         "sequences"_a, "first_tiles"_a, "new_order"_a, "threads"_a);

@@ -34,9 +34,18 @@ compress::DenseView dense_view(uintptr_t x, Strides const& strides, format::Spar
 }
 
 void select(uintptr_t x, Strides const& strides, int batch, int kv_heads, int64_t tokens, int head_dim, int dtype,
-            int keep, uintptr_t masks, uintptr_t counts, uintptr_t pruned, uintptr_t stream) {
+            int keep, uintptr_t masks, uintptr_t counts, uintptr_t pruned, int codec, uintptr_t channel_scales,
+            uintptr_t token_scales, uintptr_t refused, uintptr_t stream) {
+  compress::TokenScaling scaling{static_cast<format::CodecId>(codec), to_pointer<uint16_t>(channel_scales),
+                                 to_pointer<uint16_t>(token_scales), to_pointer<int64_t>(refused)};
   compress::select(dense_view(x, strides, batch, kv_heads, tokens, head_dim, dtype), keep, to_pointer<uint32_t>(masks),
-                   to_pointer<int32_t>(counts), to_pointer<void>(pruned), stream_of(stream));
+                   to_pointer<int32_t>(counts), to_pointer<void>(pruned), scaling, stream_of(stream));
+}
+
+void channel_scales(uintptr_t x, Strides const& strides, int batch, int kv_heads, int64_t tokens, int head_dim,
+                    int dtype, uintptr_t scales, uintptr_t refused, uintptr_t stream) {
+  compress::channel_scales(dense_view(x, strides, batch, kv_heads, tokens, head_dim, dtype),
+                           to_pointer<uint16_t>(scales), to_pointer<int64_t>(refused), stream_of(stream));
 }
 
 void deal(uintptr_t counts, int heads, int head_dim, uintptr_t channel_order, uintptr_t stream) {
@@ -53,17 +62,17 @@ void balance(uintptr_t masks, uintptr_t channel_order, uintptr_t masks2, uintptr
                     stream_of(stream));
 }
 
-void offsets(uintptr_t longest, int64_t tiles, uintptr_t counts, int heads, int head_dim, uintptr_t row_offsets,
-             uintptr_t totals, uintptr_t stream) {
+void offsets(uintptr_t longest, int64_t tiles, uintptr_t counts, int heads, int head_dim, int codec,
+             uintptr_t row_offsets, uintptr_t totals, uintptr_t stream) {
   compress::offsets(to_pointer<int32_t>(longest), tiles, to_pointer<int32_t>(counts), heads,
-                    format::padded_head_dim(head_dim), to_pointer<int32_t>(row_offsets), to_pointer<int64_t>(totals),
-                    stream_of(stream));
+                    format::padded_head_dim(head_dim), static_cast<format::CodecId>(codec),
+                    to_pointer<int32_t>(row_offsets), to_pointer<int64_t>(totals), stream_of(stream));
 }
 
-void pack(uintptr_t x, Strides const& strides, uintptr_t masks, int keep, uintptr_t totals, int64_t capacity,
-          format::SparseView const& view, uintptr_t stream) {
-  compress::pack(dense_view(x, strides, view), to_pointer<uint32_t>(masks), keep, to_pointer<int64_t>(totals), capacity,
-                 view, stream_of(stream));
+void pack(uintptr_t x, Strides const& strides, uintptr_t masks, uintptr_t token_scales, int keep, uintptr_t totals,
+          int64_t capacity, format::SparseView const& view, uintptr_t stream) {
+  compress::pack(dense_view(x, strides, view), to_pointer<uint32_t>(masks), to_pointer<uint16_t>(token_scales), keep,
+                 to_pointer<int64_t>(totals), capacity, view, stream_of(stream));
 }
 
 void decompress(format::SparseView const& view, uintptr_t out, uintptr_t stream) {
@@ -165,13 +174,18 @@ void bind_cuda(py::module_& m) {
   using namespace py::literals;
   auto cuda = m.def_submodule("cuda", "GPU backends: device pointers, sizes, the stream");
   cuda.def("select", &select, "x"_a, "strides"_a, "batch"_a, "kv_heads"_a, "tokens"_a, "head_dim"_a, "dtype"_a,
-           "keep"_a, "masks"_a, "counts"_a, "pruned"_a, "stream"_a);
+           "keep"_a, "masks"_a, "counts"_a, "pruned"_a, "codec"_a, "channel_scales"_a, "token_scales"_a, "refused"_a,
+           "stream"_a);
+  cuda.def("channel_scales", &channel_scales, "x"_a, "strides"_a, "batch"_a, "kv_heads"_a, "tokens"_a, "head_dim"_a,
+           "dtype"_a, "scales"_a, "refused"_a, "stream"_a,
+           "bf16 of a narrow codec, by channel, from the first tokens; sets what is refused to 0");
   cuda.def("balance", &balance, "masks"_a, "channel_order"_a, "masks2"_a, "channel_order2"_a, "batch"_a, "kv_heads"_a,
            "tokens"_a, "head_dim"_a, "token_order"_a, "longest"_a, "longest2"_a, "stream"_a);
   cuda.def("deal", &deal, "counts"_a, "heads"_a, "head_dim"_a, "channel_order"_a, "stream"_a);
-  cuda.def("offsets", &offsets, "longest"_a, "tiles"_a, "counts"_a, "heads"_a, "head_dim"_a, "row_offsets"_a,
+  cuda.def("offsets", &offsets, "longest"_a, "tiles"_a, "counts"_a, "heads"_a, "head_dim"_a, "codec"_a, "row_offsets"_a,
            "totals"_a, "stream"_a);
-  cuda.def("pack", &pack, "x"_a, "strides"_a, "masks"_a, "keep"_a, "totals"_a, "capacity"_a, "view"_a, "stream"_a);
+  cuda.def("pack", &pack, "x"_a, "strides"_a, "masks"_a, "token_scales"_a, "keep"_a, "totals"_a, "capacity"_a, "view"_a,
+           "stream"_a);
   cuda.def("decompress", &decompress, "view"_a, "out"_a, "stream"_a);
   py::class_<compress::Windows>(cuda, "Windows", "The dense windows of a pool's sequences, as pointers and sizes")
       .def(py::init(&make_windows), "keys"_a, "values"_a, "lengths"_a, "arrivals"_a, "capacity"_a, "recent"_a,

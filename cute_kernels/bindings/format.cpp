@@ -47,24 +47,37 @@ py::dict dtype_numbers() {
 
 py::dict codec_numbers() {
   py::dict numbers;
-  for (CodecId id : {CodecId::kFp16, CodecId::kBf16, CodecId::kE4m3})
+  for (CodecId id : {CodecId::kFp16, CodecId::kBf16, CodecId::kFp8, CodecId::kInt8, CodecId::kInt4})
     numbers[format::codec_name(id)] = static_cast<int>(id);
   return numbers;
 }
 
-// Stored bits -> bits of x's dtype; empty where these are the same.
-std::vector<uint16_t> decode_table(CodecId id, DType dtype) {
-  format::check_codec(id, dtype);
-  if (id == format::own_codec(dtype)) return {};
-  return format::visit_codec(id, [&](auto codec) {
-    std::vector<uint16_t> table(1u << codec.kValueBits);
-    for (uint32_t stored = 0; stored < table.size(); ++stored) table[stored] = codec.decode(stored, dtype);
-    return table;
+// Code -> number of a codec with scales, NaN where there is no such code; empty without scales.
+std::vector<float> number_table(CodecId id) {
+  return format::visit_codec(id, [](auto codec) {
+    std::vector<float> numbers;
+    if constexpr (decltype(codec)::kHasScales)
+      for (uint32_t code = 0; code < 1u << codec.kValueBits; ++code) numbers.push_back(codec.number(code));
+    return numbers;
   });
 }
 
-int values_per_row(CodecId id) {
-  return format::visit_codec(id, [](auto codec) { return codec.kValuesPerRow; });
+// The codes that compression may store.
+std::vector<bool> codes(CodecId id) {
+  return format::visit_codec(id, [](auto codec) {
+    std::vector<bool> valid;
+    if constexpr (decltype(codec)::kHasScales)
+      for (uint32_t code = 0; code < 1u << codec.kValueBits; ++code) valid.push_back(codec.is_code(code));
+    return valid;
+  });
+}
+
+int value_bits(CodecId id) {
+  return format::visit_codec(id, [](auto codec) { return codec.kValueBits; });
+}
+
+int scale_rows(CodecId id) {
+  return format::visit_codec(id, [](auto codec) { return codec.kScaleRows; });
 }
 
 int value_rows(int longest, CodecId id) {
@@ -74,6 +87,10 @@ int value_rows(int longest, CodecId id) {
 
 int max_tile_rows(int padded, CodecId id) {
   return format::visit_codec(id, [&](auto codec) { return TileFormat::max_tile_rows<decltype(codec)>(padded); });
+}
+
+int bitmap_bit(int element, CodecId id) {
+  return format::visit_codec(id, [&](auto codec) { return TileFormat::bitmap_bit<codec.kBitDistance>(element); });
 }
 
 std::vector<int> head_dims() {
@@ -88,18 +105,23 @@ int checked_padded(int head_dim) {
   throw std::invalid_argument("padded head_dim is one of HEAD_DIMS, not " + std::to_string(head_dim));
 }
 
-SparseView make_view(uintptr_t blocks, uintptr_t row_offsets, uintptr_t token_order, uintptr_t channel_order, int role,
-                     int dtype, int codec, int batch, int kv_heads, int64_t tokens, int head_dim, int max_tile_rows) {
+SparseView make_view(uintptr_t blocks, uintptr_t row_offsets, uintptr_t token_order, uintptr_t channel_order,
+                     uintptr_t channel_scale, int role, int dtype, int codec, int batch, int kv_heads, int64_t tokens,
+                     int head_dim, int max_tile_rows) {
   int const padded = format::padded_head_dim(head_dim);
   if (padded == 0)
     throw std::invalid_argument("head_dim is a multiple of 8 up to " + std::to_string(format::kMaxHeadDim) + ", not " +
                                 std::to_string(head_dim));
   format::check_codec(to_codec(codec), to_dtype(dtype));
+  if (format::has_scales(to_codec(codec)) != (channel_scale != 0))
+    throw std::invalid_argument(std::string("codec ") + format::codec_name(to_codec(codec)) +
+                                (channel_scale ? " has no scales" : " needs channel_scale"));
   SparseView view{};
   view.blocks = to_pointer<uint32_t const>(blocks);
   view.row_offsets = to_pointer<int32_t const>(row_offsets);
   view.token_order = to_pointer<uint8_t const>(token_order);
   view.channel_order = to_pointer<uint8_t const>(channel_order);
+  view.channel_scale = to_pointer<uint16_t const>(channel_scale);
   view.role = to_role(role);
   view.dtype = to_dtype(dtype);
   view.codec = to_codec(codec);
@@ -114,12 +136,12 @@ SparseView make_view(uintptr_t blocks, uintptr_t row_offsets, uintptr_t token_or
 }
 
 SparseView make_paged_view(uintptr_t blocks, uintptr_t tile_rows, uintptr_t token_order, uintptr_t channel_order,
-                           int role, int dtype, int codec, int sequences, int kv_heads, int head_dim, int max_tile_rows,
-                           uintptr_t page_table, int pages_per_sequence, int tiles_per_page, int slot_rows,
-                           uintptr_t rows_before, bool shares_orders) {
+                           uintptr_t channel_scale, int role, int dtype, int codec, int sequences, int kv_heads,
+                           int head_dim, int max_tile_rows, uintptr_t page_table, int pages_per_sequence,
+                           int tiles_per_page, int slot_rows, uintptr_t rows_before, bool shares_orders) {
   int64_t const tokens = int64_t{pages_per_sequence} * tiles_per_page * format::kTileTokens;
-  SparseView view = make_view(blocks, tile_rows, token_order, channel_order, role, dtype, codec, sequences, kv_heads,
-                              tokens, head_dim, max_tile_rows);
+  SparseView view = make_view(blocks, tile_rows, token_order, channel_order, channel_scale, role, dtype, codec,
+                              sequences, kv_heads, tokens, head_dim, max_tile_rows);
   if (shares_orders) view.order_heads = 0;
   view.pages.table = to_pointer<int32_t const>(page_table);
   view.pages.pages_per_sequence = pages_per_sequence;
@@ -165,17 +187,30 @@ void bind_format(py::module_& m) {
         return format::visit_codec(to_codec(codec), [&](auto c) { return c.stores(to_dtype(dtype)); });
       },
       "codec"_a, "dtype"_a, "Whether the codec stores x of this dtype");
+  f.def("value_bits", [](int codec) { return value_bits(to_codec(codec)); }, "codec"_a, "Of a stored value");
   f.def(
-      "values_per_row", [](int codec) { return values_per_row(to_codec(codec)); }, "codec"_a,
-      "Values of one stream in a value row");
+      "scale_rows", [](int codec) { return scale_rows(to_codec(codec)); }, "codec"_a,
+      "Rows of a tile, behind its bitmap, with the scales of its tokens");
   f.def(
       "value_rows", [](int longest, int codec) { return value_rows(longest, to_codec(codec)); }, "longest"_a, "codec"_a,
       "Value rows of a tile whose longest stream has `longest` values");
   f.def(
-      "decode_table", [](int codec, int dtype) { return decode_table(to_codec(codec), to_dtype(dtype)); }, "codec"_a,
-      "dtype"_a,
-      "[stored bits] -> bits of x's dtype; empty for the dtype's own codec, which stores the bits themselves");
-  f.def("bitmap_bit", [](int element) { return TileFormat::bitmap_bit(element); }, "element"_a);
+      "number_table", [](int codec) { return number_table(to_codec(codec)); }, "codec"_a,
+      "[code] -> number relative to the scales; empty for a codec without scales");
+  f.def(
+      "codes", [](int codec) { return codes(to_codec(codec)); }, "codec"_a,
+      "[code] -> whether it may be stored; empty for a codec without scales");
+  f.def(
+      "has_nan", [](int codec) { return format::visit_codec(to_codec(codec), [](auto c) { return c.kHasNan; }); },
+      "codec"_a, "Whether the codec stores NaN");
+  f.def(
+      "scale_index", [](int token_position) { return format::scale_index(token_position); }, "token_position"_a,
+      "Where the scale of a token is in a tile's row of scales");
+  f.attr("MAX_SCALE_LOG2") = format::kMaxScaleLog2;
+  f.attr("MAX_CHANNEL_SCALE_LOG2") = format::kMaxChannelScaleLog2;
+  f.def(
+      "bitmap_bit", [](int element, int codec) { return bitmap_bit(element, to_codec(codec)); }, "element"_a,
+      "codec"_a);
   f.def(
       "element_table",
       [](int role, int head_dim) { return cpu::element_table(to_role(role), checked_padded(head_dim)); }, "role"_a,
@@ -189,12 +224,12 @@ void bind_format(py::module_& m) {
       "role"_a, "token_group"_a, "channel_class"_a);
 
   py::class_<SparseView>(m, "SparseView", "Compressed storage as pointers and sizes; owns nothing")
-      .def(py::init(&make_view), "blocks"_a, "row_offsets"_a, "token_order"_a, "channel_order"_a, "role"_a, "dtype"_a,
-           "codec"_a, "batch"_a, "kv_heads"_a, "tokens"_a, "head_dim"_a, "max_tile_rows"_a)
-      .def_static("paged", &make_paged_view, "blocks"_a, "tile_rows"_a, "token_order"_a, "channel_order"_a, "role"_a,
-                  "dtype"_a, "codec"_a, "sequences"_a, "kv_heads"_a, "head_dim"_a, "max_tile_rows"_a, "page_table"_a,
-                  "pages_per_sequence"_a, "tiles_per_page"_a, "slot_rows"_a, "rows_before"_a, "shares_orders"_a = false,
-                  "The storage of a pool of pages, see format/storage.hpp");
+      .def(py::init(&make_view), "blocks"_a, "row_offsets"_a, "token_order"_a, "channel_order"_a, "channel_scale"_a,
+           "role"_a, "dtype"_a, "codec"_a, "batch"_a, "kv_heads"_a, "tokens"_a, "head_dim"_a, "max_tile_rows"_a)
+      .def_static("paged", &make_paged_view, "blocks"_a, "tile_rows"_a, "token_order"_a, "channel_order"_a,
+                  "channel_scale"_a, "role"_a, "dtype"_a, "codec"_a, "sequences"_a, "kv_heads"_a, "head_dim"_a,
+                  "max_tile_rows"_a, "page_table"_a, "pages_per_sequence"_a, "tiles_per_page"_a, "slot_rows"_a,
+                  "rows_before"_a, "shares_orders"_a = false, "The storage of a pool of pages, see format/storage.hpp");
 }
 
 }  // namespace cute_kernels::bindings

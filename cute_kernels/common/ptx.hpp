@@ -74,6 +74,59 @@ CUTE_DEVICE uint32_t load_shared_u32(uint32_t address) {
   return value;
 }
 
+// A word whose address is a register and a constant; without a memory clobber, as load_shared_u16.
+template <int kOffset>
+CUTE_DEVICE uint32_t load_shared_word(uint32_t address) {
+  uint32_t value;
+  asm volatile("ld.shared.u32 %0, [%1 + %2];" : "=r"(value) : "r"(address), "n"(kOffset));
+  return value;
+}
+
+// x * y + z in one instruction, which a compiler makes a shift and a sum of where y is a power of two.
+CUTE_DEVICE uint32_t multiply_add(uint32_t x, uint32_t y, uint32_t z) {
+  uint32_t result;
+  asm("mad.lo.u32 %0, %1, %2, %3;" : "=r"(result) : "r"(x), "r"(y), "r"(z));
+  return result;
+}
+
+// Two pairs of fp16, x - y.
+CUTE_DEVICE uint32_t subtract_halves(uint32_t x, uint32_t y) {
+  uint32_t result;
+  asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(result) : "r"(x), "r"(y));
+  return result;
+}
+
+// The nearest numbers of E4M3, saturating, NaN without a sign: of x0 in the lower byte. CC 8.9 and later.
+CUTE_DEVICE uint32_t floats_to_e4m3(float x0, float x1) {
+  uint16_t codes;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(x1), "f"(x0));
+  return codes;
+}
+
+// Four numbers of E4M3 as fp16, exactly, in their order.
+CUTE_DEVICE void e4m3_to_halves(uint32_t codes, uint32_t& r0, uint32_t& r1) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  asm("{\n"
+      ".reg .b16 low, high;\n"
+      "mov.b32 {low, high}, %2;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, low;\n"
+      "cvt.rn.f16x2.e4m3x2 %1, high;\n"
+      "}"
+      : "=r"(r0), "=r"(r1)
+      : "r"(codes));
+#else
+  auto convert = [](uint32_t x) {                                          // x: a code in the upper byte of either half
+    uint32_t halves = (x & 0x80008000u) | (x >> 1 & 0x3f803f80u), scaled;  // 2^-8 of the number, subnormal ones too
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(scaled) : "r"(halves), "r"(0x5c005c00u));  // 256
+    uint32_t nan = ((halves & 0x3f803f80u) + 0x00800080u) & 0x40004000u;             // all ones: NaN
+    return scaled | (nan | nan >> 1) | nan >> 2 | nan >> 3 | nan >> 4 | nan >> 5;
+  };
+  asm("prmt.b32 %0, %1, 0, 0x1404;" : "=r"(r0) : "r"(codes));
+  asm("prmt.b32 %0, %1, 0, 0x3424;" : "=r"(r1) : "r"(codes));
+  r0 = convert(r0), r1 = convert(r1);
+#endif
+}
+
 // __byte_perm spends a LOP3 on masking the selector with 0x7777; prmt itself reads only the low 16 bits.
 CUTE_DEVICE uint32_t permute_bytes(uint32_t x, uint32_t y, uint32_t selector) {
   uint32_t result;
@@ -96,6 +149,13 @@ CUTE_DEVICE int dot2_high(uint32_t halves, uint32_t bytes, int sum) {
 CUTE_DEVICE float exp2_approximate(float x) {
   float result;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
+// The same for the logarithm.
+CUTE_DEVICE float log2_approximate(float x) {
+  float result;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
   return result;
 }
 

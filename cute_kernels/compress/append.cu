@@ -25,6 +25,7 @@ struct AppendArguments {
   bool vectors[kCaches];
   SparseView views[kCaches];
   int keep[kCaches];  // as keep_largest takes it
+  LaneScaling scaling[kCaches];
   SlotLimits limits;
   int64_t* dropped;
   int32_t* error;
@@ -36,8 +37,9 @@ struct AppendArguments {
   int part_bytes;  // shared memory of a part of the CTA
 };
 
-template <int HeadDim>
+template <int HeadDim, bool kNarrow>
 struct AppendShape {
+  using Packing = PackStorage<HeadDim, kNarrow>;
   static constexpr int kWords = HeadDim / 32;
   static constexpr int kPartThreads = 32 * warps_of(HeadDim);
   static constexpr int kThreads = kCaches * kPartThreads;
@@ -45,8 +47,8 @@ struct AppendShape {
 
   // Of a part: its PackStorage, whose dense tile and staged rows serve selection as scratch.
   static constexpr int part_bytes(int staged_rows) {
-    int packing = static_cast<int>(sizeof(PackStorage<HeadDim>)) + staged_rows * kRowBytes;
-    int selecting = static_cast<int>(offsetof(PackStorage<HeadDim>, dense) + sizeof(Selecting));
+    int packing = static_cast<int>(sizeof(Packing)) + staged_rows * kRowBytes;
+    int selecting = static_cast<int>(sizeof(Packing) - sizeof(Packing::dense) + sizeof(Selecting));
     return (std::max(packing, selecting) + kRowBytes - 1) / kRowBytes * kRowBytes;
   }
 };
@@ -90,15 +92,48 @@ __device__ uint4 load_vector(uint16_t const* from, bool aligned) {
 
 // The part of the CTA that compresses one cache's tile: selects, deals, and packs. Warp 0 finds the token order of
 // both.
-template <Role kRole, int HeadDim>
+template <Role kRole, int HeadDim, bool kNarrow>
 struct AppendPart {
-  using Shape = AppendShape<HeadDim>;
+  using Shape = AppendShape<HeadDim, kNarrow>;
   static constexpr int kCache = kRole == Role::kKey ? 0 : 1;
 
   AppendArguments const& a;
-  PackStorage<HeadDim>& s;
+  typename Shape::Packing& s;
   PartOfCta<Shape::kPartThreads> part{kCache};
   int thread = threadIdx.x % Shape::kPartThreads;
+
+  // The scales of the sequence's channels, by channel; chosen now, if its channels are dealt, by the tile.
+  __device__ void scale_channels(uint16_t const* tile, uint8_t const* order_of_head, uint16_t const* of_head,
+                                 bool deals) {
+    if (!deals) {
+      for (int p = thread; p < HeadDim; p += Shape::kPartThreads)
+        s.per_channel[order_of_head[p]] = 1 / scale_value(of_head[p]);
+      return part.sync();
+    }
+    DenseView const& x = a.x[kCache];
+    uint32_t& most = *reinterpret_cast<uint32_t*>(&s.dense);
+    if (thread == 0) most = 0;
+    part.sync();
+    for (int c = thread; c < HeadDim; c += Shape::kPartThreads) {
+      ChannelSum sum;
+      auto add = [&](int first) {  // one of the kScaleSums
+        ChannelSum own;
+        for (int t = first; t < kTileTokens; t += kScaleSums)
+          own.add(fabsf(from_half_bits(tile[t * x.head_dim + c], x.dtype)));
+        sum.add(own);
+      };
+#pragma unroll 1
+      for (int i = 0; i < kScaleSums && c < x.head_dim; ++i) add(i);
+      s.channel_scale[c] = sum.scale();
+      atomicMax(&most, uint32_t{s.channel_scale[c]});
+    }
+    part.sync();
+    for (int c = thread; c < HeadDim; c += Shape::kPartThreads) {
+      if (s.channel_scale[c] == 0) s.channel_scale[c] = static_cast<uint16_t>(most ? most : kScaleOfOne);
+      s.per_channel[c] = 1 / scale_value(s.channel_scale[c]);
+    }
+    part.sync();
+  }
 
   // Writes the masks of the tile's channels to `bits`, which balancing turns into the packer's rows of bits.
   __device__ void select_tile(uint16_t const* tile) {
@@ -117,13 +152,18 @@ struct AppendPart {
     else
       unify_nans<false>(planes);
     keep_largest(planes, a.keep[kCache], kept);
+    if constexpr (kNarrow) {
+      auto const* row = reinterpret_cast<uint16_t const*>(storage.dense[lane]);
+      s.token_scale[half * kHalfTokens + lane] =
+          a.scaling[kCache].token_scale_of_row(row, x.dtype, s.per_channel, kept);
+    }
     uint32_t* masks = &s.bits[0][0];
 #pragma unroll
     for (int w = 0; w < kWords; ++w) masks[(half * kWords + w) * 32 + lane] = transpose_lanes(kept[w], lane);
   }
 
   // The sequence's channel order; dealt now if this is its first tile, unless all sequences have the same.
-  __device__ void order_channels(uint8_t* of_head, bool deals) {
+  __device__ void order_channels(uint8_t* of_head, uint16_t* scale_of_head, bool deals) {
     if (!deals) {
       for (int c = thread; c < HeadDim; c += Shape::kPartThreads) s.channel[c] = of_head[c];
       return;
@@ -138,19 +178,20 @@ struct AppendPart {
       int position = dealt_position(count, HeadDim, c);
       s.channel[position] = static_cast<uint8_t>(c);
       of_head[position] = static_cast<uint8_t>(c);
+      if constexpr (kNarrow) scale_of_head[position] = s.channel_scale[c];
     }
   }
 
-  __device__ void pack(uint16_t const* tile, AppendShared const& shared, int64_t slot) {
+  __device__ void pack(uint16_t const* tile, AppendShared const& shared, int64_t slot, uint16_t const* scale_of_head) {
     SparseView const& view = a.views[kCache];
     constexpr bool kIsKey = kRole == Role::kKey;
     int longest_key = shared.longest[0], most = kIsKey ? a.limits.most_keys : a.limits.values(longest_key);
     Trim trim{shared.longest[kCache], most, nan_key(view.dtype), a.dropped + 2 * kCache};
-    int value_rows = min(trim.longest, trim.most);
-    if (thread == 0) const_cast<int32_t*>(view.row_offsets)[slot] = TileFormat::bitmap_rows(HeadDim) + value_rows;
+    TileRows const& rows_of = kIsKey ? a.limits.key_rows : a.limits.value_rows;
+    int rows = rows_of.of(min(trim.longest, trim.most)), value_rows = rows - rows_of.before_values;
+    if (thread == 0) const_cast<int32_t*>(view.row_offsets)[slot] = rows;
     // Not view.first_row: the other part is writing the rows of the keys.
-    int64_t first_row =
-        slot * view.pages.slot_rows + (kIsKey ? 0 : TileFormat::bitmap_rows(HeadDim) + a.limits.keys(longest_key));
+    int64_t first_row = slot * view.pages.slot_rows + (kIsKey ? 0 : a.limits.key_rows.of(a.limits.keys(longest_key)));
     TileSource source;
     source.rows = tile;
     source.stride_token = view.head_dim;
@@ -161,17 +202,25 @@ struct AppendPart {
     source.channel_order = nullptr;
     source.token_order = shared.token_order;
     auto* block = const_cast<uint32_t*>(view.blocks) + first_row * kLanes;
-    pack_tile<kRole, HeadDim>(s, source, block, value_rows, a.staged_rows, trim, part);
+    if constexpr (kNarrow) {
+      source.dtype = view.dtype;
+      source.channel_scale = scale_of_head;
+      source.token_scale = s.token_scale;
+      pack_narrow_tile<kRole, HeadDim>(s, source, view.codec, block, value_rows, a.staged_rows, trim, part);
+    } else {
+      pack_tile<kRole, HeadDim>(s, source, block, value_rows, a.staged_rows, trim, part);
+    }
   }
 };
 
 // The tokens of the window that are due become a tile.
-template <int HeadDim>
+template <int HeadDim, bool kNarrow>
 __device__ void store_tile(AppendArguments const& a, uint8_t* memory, AppendShared& shared, int sequence, int kv_head,
                            uint16_t const* keys, uint16_t const* values, AppendState const& state) {
-  using Shape = AppendShape<HeadDim>;
-  AppendPart<Role::kKey, HeadDim> key{a, *reinterpret_cast<PackStorage<HeadDim>*>(memory)};
-  AppendPart<Role::kValue, HeadDim> value{a, *reinterpret_cast<PackStorage<HeadDim>*>(memory + a.part_bytes)};
+  using Shape = AppendShape<HeadDim, kNarrow>;
+  using Packing = typename Shape::Packing;
+  AppendPart<Role::kKey, HeadDim, kNarrow> key{a, *reinterpret_cast<Packing*>(memory)};
+  AppendPart<Role::kValue, HeadDim, kNarrow> value{a, *reinterpret_cast<Packing*>(memory + a.part_bytes)};
   bool is_key = threadIdx.x < Shape::kPartThreads, deals = state.tile() == 0 && a.views[0].order_heads > 0;
   auto in_part = [&](auto&& f) {
     if (is_key)
@@ -180,8 +229,12 @@ __device__ void store_tile(AppendArguments const& a, uint8_t* memory, AppendShar
       f(value, values);
   };
   in_part([&](auto& part, uint16_t const* tile) {
+    SparseView const& view = a.views[part.kCache];
+    auto* channels = const_cast<uint8_t*>(view.channel_order_of(sequence, kv_head));
+    auto* scales = const_cast<uint16_t*>(view.channel_scale_of(sequence, kv_head));
+    if constexpr (kNarrow) part.scale_channels(tile, channels, scales, deals);
     part.select_tile(tile);
-    part.order_channels(const_cast<uint8_t*>(a.views[part.kCache].channel_order_of(sequence, kv_head)), deals);
+    part.order_channels(channels, scales, deals);
   });
   __syncthreads();
   if (threadIdx.x < 32) {
@@ -197,15 +250,17 @@ __device__ void store_tile(AppendArguments const& a, uint8_t* memory, AppendShar
   if (threadIdx.x < kTileTokens)
     const_cast<uint8_t*>(a.views[0].token_order)[state.slot * kTileTokens + threadIdx.x] =
         shared.token_order[threadIdx.x];
-  in_part([&](auto& part, uint16_t const* tile) { part.pack(tile, shared, state.slot); });
+  in_part([&](auto& part, uint16_t const* tile) {
+    part.pack(tile, shared, state.slot, a.views[part.kCache].channel_scale_of(sequence, kv_head));
+  });
 }
 
-template <int HeadDim>
-__global__ void __launch_bounds__(AppendShape<HeadDim>::kThreads) append_kernel(AppendArguments const a) {
+template <int HeadDim, bool kNarrow>
+__global__ void __launch_bounds__(AppendShape<HeadDim, kNarrow>::kThreads) append_kernel(AppendArguments const a) {
   extern __shared__ __align__(128) uint8_t memory[];
   __shared__ AppendShared shared;
   ptx::wait_for_primary();  // and lets no dependent begin before it ends: attention was slower on CTAs set up early
-  using Shape = AppendShape<HeadDim>;
+  using Shape = AppendShape<HeadDim, kNarrow>;
   DenseView const& x = a.x[0];
   int kv_heads = x.kv_heads, kv_head = blockIdx.x % kv_heads, vectors = x.head_dim / kVectorValues;  // of a token
   int count = kCaches * static_cast<int>(x.tokens) * vectors;                                        // new vectors
@@ -256,7 +311,7 @@ __global__ void __launch_bounds__(AppendShape<HeadDim>::kThreads) append_kernel(
   __syncthreads();  // the window is complete
   if (state.stores) {
     int64_t begin = int64_t{state.begin} * x.head_dim;
-    store_tile<HeadDim>(a, memory, shared, sequence, kv_head, keys + begin, values + begin, state);
+    store_tile<HeadDim, kNarrow>(a, memory, shared, sequence, kv_head, keys + begin, values + begin, state);
   }
   if (!state.moves) return;
 
@@ -273,9 +328,9 @@ __global__ void __launch_bounds__(AppendShape<HeadDim>::kThreads) append_kernel(
   }
 }
 
-template <int HeadDim>
+template <int HeadDim, bool kNarrow>
 void launch_append(AppendArguments& a, int keep, unsigned ctas, cudaStream_t stream) {
-  using Shape = AppendShape<HeadDim>;
+  using Shape = AppendShape<HeadDim, kNarrow>;
   // As for bulk compression, or as many rows as fit.
   int most_bytes = (current_device().shared_bytes - static_cast<int>(sizeof(AppendShared)) - 1024) / kCaches;
   a.staged_rows = staged_rows(HeadDim, keep);
@@ -283,23 +338,27 @@ void launch_append(AppendArguments& a, int keep, unsigned ctas, cudaStream_t str
     a.staged_rows -= 8;
   a.part_bytes = Shape::part_bytes(a.staged_rows);
   int bytes = kCaches * a.part_bytes;
-  allow_shared_bytes(append_kernel<HeadDim>, bytes);
-  pipeline::launch_dependent(append_kernel<HeadDim>, ctas, Shape::kThreads, bytes, current_device().programmatic_launch,
-                             stream, a);
+  auto* kernel = append_kernel<HeadDim, kNarrow>;
+  allow_shared_bytes(kernel, bytes);
+  pipeline::launch_dependent(kernel, ctas, Shape::kThreads, bytes, current_device().programmatic_launch, stream, a);
 }
 
 }  // namespace
 
 void append(Pool const& pool, Windows const& windows, int32_t* lengths, DenseView const& k, DenseView const& v,
             int32_t const* sequences, Share const& share, cudaStream_t stream) {
-  check_codec(pool.keys);
-  check_codec(pool.values);
+  bool is_narrow = format::is_narrow(pool.keys.codec);
+  if (is_narrow != format::is_narrow(pool.values.codec))
+    throw std::runtime_error(std::string("appending to a pool with keys in codec ") +
+                             format::codec_name(pool.keys.codec) + " and values in codec " +
+                             format::codec_name(pool.values.codec) + " is not served on a GPU");
   AppendArguments a{};
   for (int i = 0; i < kCaches; ++i) {
     a.x[i] = i ? v : k;
     a.vectors[i] = a.x[i].has_vectors();
     a.views[i] = i ? pool.values : pool.keys;
     a.keep[i] = most_kept(i ? pool.value_keep : pool.key_keep);
+    a.scaling[i] = LaneScaling(a.views[i].codec, pool.refused + i);
   }
   a.limits = SlotLimits(pool);
   a.dropped = pool.dropped;
@@ -310,8 +369,12 @@ void append(Pool const& pool, Windows const& windows, int32_t* lengths, DenseVie
   a.share = share;
   unsigned ctas = static_cast<unsigned>(k.batch * k.kv_heads);
   int keep = pool.key_keep && pool.value_keep ? std::max(pool.key_keep, pool.value_keep) : 0;
-  format::visit_head_dim(pool.keys.padded_head_dim,
-                         [&](auto head_dim) { launch_append<head_dim()>(a, keep, ctas, stream); });
+  format::visit_head_dim(pool.keys.padded_head_dim, [&](auto head_dim) {
+    if (is_narrow)
+      launch_append<head_dim(), true>(a, keep, ctas, stream);
+    else
+      launch_append<head_dim(), false>(a, keep, ctas, stream);
+  });
 }
 
 }  // namespace cute_kernels::compress

@@ -11,8 +11,17 @@ namespace cute_kernels::compress {
 
 using TileFormat = format::BitmapTile;  // that these kernels write and read
 
-// std::runtime_error for storage in a codec that these kernels do not have.
-inline void check_codec(format::SparseView const& view) { format::check_bit_exact(view, "compression on a GPU"); }
+// f(codec) with what kernels that move values are instantiated for: those of 16 bits are moved bit for bit, whatever
+// they mean.
+template <class F>
+void visit_packed_codec(format::CodecId id, F&& f) {
+  format::visit_codec(id, [&](auto codec) {
+    if constexpr (decltype(codec)::kIsNarrow)
+      f(codec);
+    else
+      f(format::Fp16Codec{});
+  });
+}
 
 // A dense K or V: (batch, kv_heads, tokens, head_dim), channel stride 1, other strides in elements.
 struct DenseView {
@@ -41,9 +50,22 @@ struct DenseView {
 // order, for `pack`.
 constexpr int64_t mask_bytes(int padded_head_dim) { return int64_t{format::kTileTokens} * padded_head_dim / 8; }
 
+// The scales of channels of a narrow codec, (batch * kv_heads, padded) by channel: see format/codec/scales.hpp. A channel
+// without a nonzero takes the largest of its head. Sets `refused` to 0 unless that is null.
+void channel_scales(DenseView const& x, uint16_t* channel_scale, int64_t* refused, cudaStream_t stream);
+
+// What `select` writes besides for a narrow codec; null pointers: nothing.
+struct TokenScaling {
+  format::CodecId codec = format::CodecId::kFp16;
+  uint16_t const* channel_scale = nullptr;  // by channel
+  uint16_t* token_scale = nullptr;          // (batch * kv_heads, tiles * 64), by token
+  int64_t* refused = nullptr;               // counts what is kept and the codec cannot store
+};
+
 // masks: what is kept and nonzero, with counts (batch * kv_heads, padded), the nonzeros of every channel; or both null.
 // pruned: contiguous copy with zeros for what is not kept, or null. keep = 0 keeps every nonzero.
-void select(DenseView const& x, int keep, uint32_t* masks, int32_t* counts, void* pruned, cudaStream_t stream);
+void select(DenseView const& x, int keep, uint32_t* masks, int32_t* counts, void* pruned, TokenScaling const& scaling,
+            cudaStream_t stream);
 
 // The channel order (heads, padded): densest channels first, dealt to the classes back and forth.
 void deal(int32_t const* counts, int heads, int padded_head_dim, uint8_t* channel_order, cudaStream_t stream);
@@ -58,13 +80,14 @@ struct BalanceOperand {
 void balance(BalanceOperand const& first, BalanceOperand const& second, int heads, int64_t tokens, int padded_head_dim,
              uint8_t* token_order, cudaStream_t stream);
 
-// row_offsets (tiles + 1), and totals: rows in all, rows of the longest tile, nonzeros. At least one tile.
+// Of blocks in `codec`: row_offsets (tiles + 1), and totals: rows in all, rows of the longest tile, nonzeros. At least one tile.
 void offsets(int32_t const* longest, int64_t tiles, int32_t const* counts, int heads, int padded_head_dim,
-             int32_t* row_offsets, int64_t* totals, cudaStream_t stream);
+             format::CodecId codec, int32_t* row_offsets, int64_t* totals, cudaStream_t stream);
 
-// Writes the blocks, unless they would take more rows than `capacity`; keep as for `select`, totals from `offsets`.
-void pack(DenseView const& x, uint32_t const* masks, int keep, int64_t const* totals, int64_t capacity,
-          format::SparseView const& view, cudaStream_t stream);
+// Writes the blocks, unless they would take more rows than `capacity`; keep and token_scale as for `select`, totals from
+// `offsets`.
+void pack(DenseView const& x, uint32_t const* masks, uint16_t const* token_scale, int keep, int64_t const* totals,
+          int64_t capacity, format::SparseView const& view, cudaStream_t stream);
 
 void decompress(format::SparseView const& view, void* out, cudaStream_t stream);
 

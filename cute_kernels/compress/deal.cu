@@ -9,15 +9,28 @@ namespace {
 
 using namespace format;
 
-// One CTA a head, one thread a channel.
-__global__ void deal_kernel(int32_t const* counts, uint8_t* channel_order, Destination to, NewOrder order) {
+// One CTA a head, one thread a channel. from_scale: by channel, to_scale: by position; null: no scales.
+__global__ void deal_kernel(int32_t const* counts, uint8_t* channel_order, uint16_t const* from_scale,
+                            uint16_t* to_scale, Destination to, NewOrder order) {
   __shared__ int32_t count[kMaxHeadDim];
   int channels = blockDim.x, channel = threadIdx.x;
   int64_t index = to.deals(order, blockIdx.x) ? to.order_index(blockIdx.x) : -1;
   if (index < 0) return;
   count[channel] = counts[int64_t{blockIdx.x} * channels + channel];
   __syncthreads();
-  channel_order[index * channels + dealt_position(count, channels, channel)] = static_cast<uint8_t>(channel);
+  int64_t position = index * channels + dealt_position(count, channels, channel);
+  channel_order[position] = static_cast<uint8_t>(channel);
+  if (from_scale) to_scale[position] = from_scale[int64_t{blockIdx.x} * channels + channel];
+}
+
+// Likewise, a thread a position.
+__global__ void load_scales_kernel(SparseView view, Destination to, NewOrder order, uint16_t* channel_scale) {
+  int channels = blockDim.x;
+  int64_t index = to.order_index(blockIdx.x);
+  if (to.deals(order, blockIdx.x)) return;
+  int channel = index < 0 ? threadIdx.x : view.channel_order[index * channels + threadIdx.x];
+  channel_scale[int64_t{blockIdx.x} * channels + channel] =
+      index < 0 ? kScaleOfOne : view.channel_scale[index * channels + threadIdx.x];
 }
 
 constexpr int kThreads = 1024;
@@ -37,24 +50,32 @@ __device__ int64_t cta_sum(int64_t x, int64_t* scratch) {
   return warp_sum(scratch[threadIdx.x % 32]);
 }
 
+// Of 16 bits as well, if it is Fp16Codec.
+template <class Codec>
+struct RowsOfTile {
+  int before_values;
+  __device__ int operator()(int longest) const { return before_values + Codec::value_rows(longest); }
+};
+
 // A CTA computes the offsets of 1024 tiles and adds up all tiles before them itself: reading those few bytes again
 // costs less than waiting for other CTAs. The last one has then seen all tiles and writes the totals.
+template <class Codec>
 __global__ void __launch_bounds__(kThreads)
-    offsets_kernel(int32_t const* longest, int64_t tiles, int bitmap_rows, int32_t const* counts, int64_t channels,
-                   int32_t* row_offsets, int64_t* totals) {
+    offsets_kernel(int32_t const* longest, int64_t tiles, RowsOfTile<Codec> rows_of, int32_t const* counts,
+                   int64_t channels, int32_t* row_offsets, int64_t* totals) {
   __shared__ int64_t scratch[kWarps];
   int64_t first = int64_t{blockIdx.x} * kThreads, tile = first + threadIdx.x;
   int64_t before = 0;
   int most = 0;
 #pragma unroll 8
   for (int64_t i = threadIdx.x; i < first; i += kThreads) {
-    before += longest[i];
-    most = max(most, longest[i]);
+    before += rows_of(longest[i]);
+    most = max(most, rows_of(longest[i]));
   }
-  before = cta_sum(before, scratch) + first * bitmap_rows;
+  before = cta_sum(before, scratch);
 
-  int rows = tile < tiles ? bitmap_rows + longest[tile] : 0, up_to = rows;
-  most = max(most, rows - bitmap_rows);
+  int rows = tile < tiles ? rows_of(longest[tile]) : 0, up_to = rows;
+  most = max(most, rows);
   for (int step = 1; step < 32; step *= 2) {
     int lower = __shfl_up_sync(~0u, up_to, step);
     if (threadIdx.x % 32 >= step) up_to += lower;
@@ -76,27 +97,40 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = most;
   __syncthreads();
   most = __reduce_max_sync(~0u, static_cast<int>(scratch[threadIdx.x % 32]));
-  if (threadIdx.x == kThreads - 1) totals[0] = end, totals[1] = bitmap_rows + most, totals[2] = nonzeros;
+  if (threadIdx.x == kThreads - 1) totals[0] = end, totals[1] = most, totals[2] = nonzeros;
 }
 
 }  // namespace
 
 void deal(int32_t const* counts, int heads, int padded_head_dim, uint8_t* channel_order, cudaStream_t stream) {
-  deal_kernel<<<heads, padded_head_dim, 0, stream>>>(counts, channel_order, Destination{}, NewOrder::kAlways);
+  deal_kernel<<<heads, padded_head_dim, 0, stream>>>(counts, channel_order, nullptr, nullptr, Destination{},
+                                                     NewOrder::kAlways);
   check_cuda(cudaGetLastError(), "launch of deal");
 }
 
-void deal(int32_t const* counts, int heads, format::SparseView const& view, Destination const& to, NewOrder order,
-          cudaStream_t stream) {
-  deal_kernel<<<heads, view.padded_head_dim, 0, stream>>>(counts, const_cast<uint8_t*>(view.channel_order), to, order);
+void deal(int32_t const* counts, uint16_t const* channel_scale, int heads, SparseView const& view,
+          Destination const& to, NewOrder order, cudaStream_t stream) {
+  deal_kernel<<<heads, view.padded_head_dim, 0, stream>>>(counts, const_cast<uint8_t*>(view.channel_order),
+                                                          channel_scale, const_cast<uint16_t*>(view.channel_scale), to,
+                                                          order);
   check_cuda(cudaGetLastError(), "launch of deal");
+}
+
+void load_scales(SparseView const& view, Destination const& to, NewOrder order, int heads, uint16_t* channel_scale,
+                 cudaStream_t stream) {
+  load_scales_kernel<<<heads, view.padded_head_dim, 0, stream>>>(view, to, order, channel_scale);
+  check_cuda(cudaGetLastError(), "launch of load_scales");
 }
 
 void offsets(int32_t const* longest, int64_t tiles, int32_t const* counts, int heads, int padded_head_dim,
-             int32_t* row_offsets, int64_t* totals, cudaStream_t stream) {
+             CodecId codec, int32_t* row_offsets, int64_t* totals, cudaStream_t stream) {
   unsigned grid = static_cast<unsigned>((tiles + kThreads - 1) / kThreads);
-  offsets_kernel<<<grid, kThreads, 0, stream>>>(longest, tiles, TileFormat::bitmap_rows(padded_head_dim), counts,
-                                                int64_t{heads} * padded_head_dim, row_offsets, totals);
+  visit_packed_codec(codec, [&](auto packed) {
+    using Codec = decltype(packed);
+    RowsOfTile<Codec> rows_of{TileFormat::first_value_row<Codec>(padded_head_dim)};
+    offsets_kernel<Codec><<<grid, kThreads, 0, stream>>>(longest, tiles, rows_of, counts,
+                                                         int64_t{heads} * padded_head_dim, row_offsets, totals);
+  });
   check_cuda(cudaGetLastError(), "launch of offsets");
 }
 

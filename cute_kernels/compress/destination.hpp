@@ -44,8 +44,13 @@ struct Destination {
   }
 };
 
-// As for contiguous storage, into the orders of the sequences that `to` names, where `order` says so.
-void deal(int32_t const* counts, int heads, format::SparseView const& view, Destination const& to, NewOrder order,
-          cudaStream_t stream);
+// As for contiguous storage, into the orders of the sequences that `to` names, where `order` says so; and, unless null,
+// the scales of channels, by channel, which go there by position.
+void deal(int32_t const* counts, uint16_t const* channel_scale, int heads, format::SparseView const& view,
+          Destination const& to, NewOrder order, cudaStream_t stream);
+
+// The scales of the sequences' channels, by channel, of the heads whose channels `order` does not deal anew.
+void load_scales(format::SparseView const& view, Destination const& to, NewOrder order, int heads,
+                 uint16_t* channel_scale, cudaStream_t stream);
 
 }  // namespace cute_kernels::compress

@@ -5,12 +5,12 @@
 namespace cute_kernels::compress {
 namespace {
 
-template <Role kRole, int HeadDim>
+template <Role kRole, int HeadDim, class Codec>
 __global__ void __launch_bounds__(32 * warps_of(HeadDim))
-    pack_kernel(DenseView x, bool vectors, uint32_t const* masks, int64_t const* totals, int64_t capacity,
-                SparseView view, int staged_rows) {
+    pack_kernel(DenseView x, bool vectors, uint32_t const* masks, uint16_t const* token_scale, int64_t const* totals,
+                int64_t capacity, SparseView view, int staged_rows) {
   extern __shared__ __align__(128) uint8_t shared[];
-  auto& s = *reinterpret_cast<PackStorage<HeadDim>*>(shared);
+  auto& s = *reinterpret_cast<PackStorage<HeadDim, Codec::kHasScales>*>(shared);
   if (*totals > capacity) return;
   TileLocation tile(view);
   TileSource source;
@@ -22,20 +22,27 @@ __global__ void __launch_bounds__(32 * warps_of(HeadDim))
   source.masks = masks + tile.index * kTileTokens * (HeadDim / 32);
   source.channel_order = view.channel_order + tile.head * HeadDim;
   source.token_order = view.token_order + tile.index * kTileTokens;
-  pack_tile<kRole, HeadDim>(s, source, tile.block, tile.rows - TileFormat::bitmap_rows(HeadDim), staged_rows, NoTrim{},
-                            WholeCta{});
+  if constexpr (Codec::kHasScales) {
+    source.dtype = view.dtype;
+    source.channel_scale = view.channel_scale + tile.head * HeadDim;
+    source.token_scale = token_scale + tile.index * kTileTokens;
+  }
+  pack_tile<kRole, HeadDim, Codec>(s, source, tile.block, tile.rows - TileFormat::first_value_row<Codec>(HeadDim),
+                                   staged_rows, NoTrim{}, WholeCta{});
 }
 
 }  // namespace
 
-void pack(DenseView const& x, uint32_t const* masks, int keep, int64_t const* totals, int64_t capacity,
-          SparseView const& view, cudaStream_t stream) {
-  check_codec(view);
-  visit_shape(view, [&](auto role, auto head_dim) {
-    int staged = staged_rows(head_dim(), keep);
-    launch_tiles(pack_kernel<role(), head_dim()>, view.tiles(), 32 * warps_of(head_dim()),
-                 sizeof(PackStorage<head_dim()>) + staged * kRowBytes, stream, "launch of pack", x, x.has_vectors(),
-                 masks, totals, capacity, view, staged);
+void pack(DenseView const& x, uint32_t const* masks, uint16_t const* token_scale, int keep, int64_t const* totals,
+          int64_t capacity, SparseView const& view, cudaStream_t stream) {
+  visit_packed_codec(view.codec, [&](auto codec) {
+    using Codec = decltype(codec);
+    visit_shape(view, [&](auto role, auto head_dim) {
+      int staged = staged_rows<Codec>(head_dim(), keep);
+      launch_tiles(pack_kernel<role(), head_dim(), Codec>, view.tiles(), 32 * warps_of(head_dim()),
+                   sizeof(PackStorage<head_dim(), Codec::kHasScales>) + staged * kRowBytes, stream, "launch of pack", x,
+                   x.has_vectors(), masks, token_scale, totals, capacity, view, staged);
+    });
   });
 }
 

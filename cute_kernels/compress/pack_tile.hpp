@@ -7,6 +7,7 @@
 #include <cute/arch/copy_sm80.hpp>
 #include <cute/pointer.hpp>
 
+#include "cute_kernels/common/numeric.hpp"
 #include "cute_kernels/common/ptx.hpp"
 #include "cute_kernels/compress/select_tile.hpp"
 #include "cute_kernels/pipeline/named_barriers.hpp"
@@ -21,8 +22,17 @@ inline constexpr int kBatch = 4;  // values that are loaded from the dense tile 
 
 constexpr int warps_of(int head_dim) { return head_dim == kMaxHeadDim ? 4 : 2; }
 
+// A base of what follows for narrow codecs: reciprocals of the scales, by channel and by token position.
+template <int HeadDim, bool kScales>
+struct PackScales {};
 template <int HeadDim>
-struct PackStorage {
+struct PackScales<HeadDim, true> {
+  float per_channel[HeadDim], per_token[kTileTokens];
+  uint16_t channel_scale[HeadDim], token_scale[kTileTokens];  // scratch of `append`: by channel, by token
+};
+
+template <int HeadDim, bool kScales = false>
+struct PackStorage : PackScales<HeadDim, kScales> {
   static constexpr int kWarps = warps_of(HeadDim);
 
   alignas(16) uint32_t bits[kTileTokens][HeadDim / 32];     // by token and channel position
@@ -45,10 +55,13 @@ struct TileSource {
   uint32_t const* masks;  // as `balance` writes them; null: they and the channel order are in the storage already
   uint8_t const* channel_order;
   uint8_t const* token_order;
+  DType dtype = DType::kFloat16;
+  uint16_t const* channel_scale = nullptr;  // of a narrow codec: by channel position
+  uint16_t const* token_scale = nullptr;    // by token
 };
 
-template <int HeadDim>
-__device__ void load_tile(PackStorage<HeadDim>& s, TileSource const& x) {
+template <int HeadDim, bool kScales>
+__device__ void load_tile(PackStorage<HeadDim, kScales>& s, TileSource const& x) {
   constexpr int kThreads = 32 * warps_of(HeadDim), kRowVectors = HeadDim / kVectorValues;
   constexpr int kVectors = kTileTokens * kRowVectors / kThreads, kRowStep = kThreads / kRowVectors;
   static_assert(kThreads % kRowVectors == 0, "a thread stays in its column of vectors");
@@ -85,9 +98,67 @@ __device__ void load_tile(PackStorage<HeadDim>& s, TileSource const& x) {
   cute::cp_async_fence();
 }
 
-// A lane's part of a warp's work: elements [first, first + kElements) of the tile's order.
-template <Role kRole, int HeadDim>
+// The reciprocals of the scales; and the scales of the tokens where the block has them. When orders have arrived.
+template <int HeadDim>
+__device__ void load_scales(PackStorage<HeadDim, true>& s, TileSource const& x, uint32_t* block) {
+  constexpr int kThreads = 32 * warps_of(HeadDim);
+  int thread = threadIdx.x % kThreads;
+  for (int p = thread; p < HeadDim; p += kThreads) s.per_channel[s.channel[p]] = 1 / scale_value(x.channel_scale[p]);
+  auto* row = reinterpret_cast<uint16_t*>(block + TileFormat::bitmap_rows(HeadDim) * kLanes);
+  for (int p = thread; p < kTileTokens; p += kThreads) {
+    uint16_t scale = x.token_scale[x.token_order[p]];
+    s.per_token[p] = 1 / scale_value(scale);
+    row[scale_index(p)] = scale;
+  }
+}
+
+// Two codes, 16 bits each.
+template <class Codec>
+__device__ uint32_t encode_pair(float x0, float x1) {
+#if __CUDA_ARCH__ >= 890
+  if constexpr (Codec::kId == CodecId::kFp8) return ptx::permute_bytes(ptx::floats_to_e4m3(x0, x1), 0, 0x4140);
+#endif
+  return Codec::encode(x0) | Codec::encode(x1) << 16;
+}
+
+// The dense tile becomes its codes, 16 bits each, kept or not.
+template <class Codec, int HeadDim>
+__device__ void encode_tile(PackStorage<HeadDim, true>& s, DType dtype) {
+  constexpr int kThreads = 32 * warps_of(HeadDim), kRowVectors = HeadDim / kVectorValues;
+  constexpr int kRowStep = kThreads / kRowVectors;
+  int thread = threadIdx.x % kThreads, column = thread % kRowVectors * kVectorValues;
+  float per_channel[kVectorValues];
+#pragma unroll
+  for (int i = 0; i < kVectorValues; ++i) per_channel[i] = s.per_channel[column + i];
+  visit_dtype(dtype, [&](auto type) {
+    using X = decltype(type);
+    if constexpr (sizeof(X) == sizeof(uint16_t)) {
+#pragma unroll 4
+      for (int row = thread / kRowVectors; row < kTileTokens; row += kRowStep) {
+        auto& vector = *reinterpret_cast<uint4*>(&s.dense[row][swizzled(row, column)]);
+        uint4 x4 = vector, codes4;
+        auto const* x = reinterpret_cast<X const*>(&x4);
+        auto* codes = reinterpret_cast<uint32_t*>(&codes4);
+        float per_token = s.per_token[row];
+#pragma unroll
+        for (int i = 0; i < kVectorValues; i += 2) {
+          float x0 = scaled_down(float(x[i]), per_channel[i], per_token);
+          float x1 = scaled_down(float(x[i + 1]), per_channel[i + 1], per_token);
+          codes[i / 2] = encode_pair<Codec>(x0, x1);
+        }
+        vector = codes4;
+      }
+    }
+  });
+}
+
+// A lane's part of a warp's work: elements [first, first + kElements) of the tile's order. Codec: Fp16Codec for all of 16
+// bits.
+template <Role kRole, int HeadDim, class Codec_>
 struct LanePart {
+  using Codec = Codec_;
+  using Storage = PackStorage<HeadDim, Codec::kHasScales>;
+  static constexpr int kHeadDim = HeadDim;
   static constexpr int kElements = TileFormat::lane_elements(HeadDim) / warps_of(HeadDim);
   static constexpr int kWords = kElements / TileFormat::kWordElements;
   static_assert((kElements & (kElements - 1)) == 0, "first and offset must share no bits");
@@ -112,8 +183,10 @@ struct LanePart {
     channel = first % HeadDim;
   }
 
+  __device__ static constexpr int bit(int element) { return TileFormat::bitmap_bit<Codec::kBitDistance>(element); }
+
   // The bitmap words, from rows of bits. Indices are known when loops are unrolled: what is not used is never loaded.
-  __device__ void build_words(PackStorage<HeadDim> const& s) {
+  __device__ void build_words(Storage const& s) {
     uint32_t row[kTileTokens][HeadDim / 32];
 #pragma unroll
     for (int e = 0; e < kElements; ++e)
@@ -123,7 +196,7 @@ struct LanePart {
     for (int w = 0; w < kWords; ++w) words[w] = 0;
 #pragma unroll
     for (int e = 0; e < kElements; ++e) {
-      int from = channel_offset(e) % 32, to = TileFormat::bitmap_bit(e);
+      int from = channel_offset(e) % 32, to = bit(e);
       uint32_t bits = row[token_offset(e)][channel_offset(e) / 32];
       words[TileFormat::bitmap_word(e)] |= (from > to ? bits >> (from - to) : bits << (to - from)) & 1u << to;
     }
@@ -140,7 +213,8 @@ struct LanePart {
   }
 
   // Copies its values to the staged rows, those of each stream from its rank on.
-  __device__ void stage_values(PackStorage<HeadDim>& s, int lane, uint32_t ranks) {
+  __device__ void stage_values(Storage& s, int lane, uint32_t ranks) {
+    if constexpr (Codec::kIsNarrow) return stage_codes(s, lane, ranks);
     uint32_t target[kStreams], row = cute::cast_smem_ptr_to_uint(s.dense[token]);
     uint32_t source[HeadDim][kSwizzledRows];  // of a channel, for rows of one residue
 #pragma unroll
@@ -158,30 +232,71 @@ struct LanePart {
       for (int e = e0; e < e0 + kBatch; ++e)
         ptx::load_shared_u16_if(
             value[e - e0], source[channel_offset(e)][token_offset(e) % kSwizzledRows] + token_offset(e) * HeadDim * 2,
-            words[TileFormat::bitmap_word(e)], 1u << TileFormat::bitmap_bit(e));
+            words[TileFormat::bitmap_word(e)], 1u << bit(e));
 #pragma unroll
       for (int e = e0; e < e0 + kBatch; ++e)
         ptx::append_shared_u16_if(target[TileFormat::stream(e)], value[e - e0], kRowBytes,
-                                  words[TileFormat::bitmap_word(e)], 1u << TileFormat::bitmap_bit(e));
+                                  words[TileFormat::bitmap_word(e)], 1u << bit(e));
     }
   }
 
+  // The same for codes.
+  __device__ void stage_codes(Storage& s, int lane, uint32_t ranks) {
+    int taken[kStreams];
+    uint32_t row = cute::cast_smem_ptr_to_uint(s.dense[token]);
+    uint32_t source[HeadDim][kSwizzledRows];  // of a channel, for rows of one residue
+#pragma unroll
+    for (int j = 0; j < kStreams; ++j) taken[j] = rank(ranks, j);
+#pragma unroll
+    for (int e = 0; e < kElements; ++e)
+      source[channel_offset(e)][token_offset(e) % kSwizzledRows] =
+          row + 2 * swizzled(token + token_offset(e), s.channel[channel + channel_offset(e)]);
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) ptx::forget(words[w]);
+    uint32_t value[kBatch] = {};
+#pragma unroll
+    for (int e0 = 0; e0 < kElements; e0 += kBatch) {
+#pragma unroll
+      for (int e = e0; e < e0 + kBatch; ++e)
+        ptx::load_shared_u16_if(
+            value[e - e0], source[channel_offset(e)][token_offset(e) % kSwizzledRows] + token_offset(e) * HeadDim * 2,
+            words[TileFormat::bitmap_word(e)], 1u << bit(e));
+#pragma unroll
+      for (int e = e0; e < e0 + kBatch; ++e) {
+        int j = TileFormat::stream(e);
+        if (words[TileFormat::bitmap_word(e)] >> bit(e) & 1) place(s, lane, j, taken[j]++, 0, value[e - e0]);
+      }
+    }
+  }
+
+  // A value in the staged rows, which are zeros where there is none yet. first_row: the value row that they begin with.
+  __device__ static void place(Storage& s, int lane, int stream, int rank, int first_row, uint32_t value) {
+    auto& word = reinterpret_cast<uint32_t (*)[kLanes]>(s.values)[Codec::value_row(stream, rank) - first_row][lane];
+    if constexpr (Codec::kValueBits == 4)
+      atomicOr(&word, Codec::place(value, stream, rank));  // another warp may have its neighbour
+    else if constexpr (Codec::kValueBits == 8)
+      reinterpret_cast<uint8_t*>(&word)[rank % Codec::kWordValues] = static_cast<uint8_t>(value);
+    else
+      reinterpret_cast<uint16_t*>(&word)[stream] = static_cast<uint16_t>(value);
+  }
+
   // The same for blocks that are longer than what can be staged: only the values of rows [first_row, first_row + rows).
-  __device__ void stage_rows(PackStorage<HeadDim>& s, uint32_t const* block, int lane, int warp, uint32_t ranks,
-                             int first_row, int rows) {
-    int row[kStreams];
-    for (int j = 0; j < kStreams; ++j) row[j] = rank(ranks, j) - first_row;
+  __device__ void stage_rows(Storage& s, uint32_t const* block, int lane, int warp, uint32_t ranks, int first_row,
+                             int rows) {
+    int taken[kStreams];
+    for (int j = 0; j < kStreams; ++j) taken[j] = rank(ranks, j);
 #pragma unroll 1
     for (int e = warp * kElements; e < (warp + 1) * kElements; ++e) {
-      if (!(block[TileFormat::bitmap_word(e) * kLanes + lane] >> TileFormat::bitmap_bit(e) & 1)) continue;
+      if (!(block[TileFormat::bitmap_word(e) * kLanes + lane] >> bit(e) & 1)) continue;
       int at = position(lane, e), j = TileFormat::stream(e);
       int row_of = at / HeadDim, channel_of = s.channel[at % HeadDim];
       uint16_t value = s.dense[row_of][swizzled(row_of, channel_of)];
 #pragma unroll
       for (int i = 0; i < kStreams; ++i) {  // no index that is known only at run time
         if (i != j) continue;
-        if (row[i] >= 0 && row[i] < rows) s.values[row[i]][lane][i] = value;
-        ++row[i];
+        int row = Codec::value_row(i, taken[i]) - first_row;
+        if (row >= 0 && row < rows) place(s, lane, i, taken[i], first_row, value);
+        ++taken[i];
       }
     }
   }
@@ -201,45 +316,52 @@ struct PartOfCta {
 
 // Nothing is to be cut off a block.
 struct NoTrim {
-  template <class Part, int HeadDim, class Group>
-  __device__ void operator()(PackStorage<HeadDim>&, Part&, Group const&) const {}
+  template <class Part, class Group>
+  __device__ void operator()(typename Part::Storage&, Part&, Group const&) const {}
 };
 
-// Packs a tile into `value_rows` rows below its bitmap rows. trim(s, part, group) may take bits off the words.
-template <Role kRole, int HeadDim, class Trim, class Group>
-__device__ void pack_tile(PackStorage<HeadDim>& s, TileSource const& x, uint32_t* block, int value_rows,
-                          int staged_rows, Trim const& trim, Group const& group) {
+// Loads a tile, writes its bitmap and, with scales, those of its tokens, and makes zeros of staged rows. trim(s, part,
+// group) may take bits off the words.
+template <class Part, int HeadDim, bool kScales, class Trim, class Group>
+__device__ void begin_tile(Part& part, PackStorage<HeadDim, kScales>& s, TileSource const& x, uint32_t* block,
+                           int rows_to_stage, Trim const& trim, Group const& group) {
   constexpr int kThreads = 32 * warps_of(HeadDim), kRowVectors = kRowBytes / 16;
   int thread = threadIdx.x % kThreads, lane = thread % 32, warp = thread / 32;
   load_tile(s, x);
   cute::cp_async_wait<1>();
   group.sync();
 
-  LanePart<kRole, HeadDim> part(lane, warp);
   part.build_words(s);
+  if constexpr (kScales) load_scales(s, x, block);
   trim(s, part, group);
 #pragma unroll
   for (int w = 0; w < part.kWords; ++w) block[(warp * part.kWords + w) * kLanes + lane] = part.words[w];
   s.lengths[warp][lane] = part.lengths();
   auto* staged = reinterpret_cast<uint4*>(s.values);
-  auto zero_staged = [&](int rows) {
-    for (int i = thread; i < rows * kRowVectors; i += kThreads) staged[i] = make_uint4(0, 0, 0, 0);
-  };
-  zero_staged(min(value_rows, staged_rows));
+  for (int i = thread; i < rows_to_stage * kRowVectors; i += kThreads) staged[i] = make_uint4(0, 0, 0, 0);
   cute::cp_async_wait<0>();
   group.sync();
+}
 
+// Where a lane's values begin in its streams, 16 bits each.
+template <int HeadDim, bool kScales>
+__device__ uint32_t first_ranks(PackStorage<HeadDim, kScales> const& s, int lane, int warp) {
   uint32_t ranks = 0;
 #pragma unroll
   for (int w = 0; w < warps_of(HeadDim) - 1; ++w)
     if (w < warp) ranks += s.lengths[w][lane];
-  auto* to = reinterpret_cast<uint4*>(block + TileFormat::bitmap_rows(HeadDim) * kLanes);
-  if (value_rows <= staged_rows) {
-    part.stage_values(s, lane, ranks);
-    group.sync();
-    for (int i = thread; i < value_rows * kRowVectors; i += kThreads) to[i] = staged[i];
-    return;
-  }
+  return ranks;
+}
+
+// The values of a tile by way of staged rows, as often as these are filled.
+template <class Part, int HeadDim, bool kScales, class Group>
+__device__ void write_rows(Part& part, PackStorage<HeadDim, kScales>& s, uint32_t* block, int value_rows,
+                           int staged_rows, Group const& group) {
+  constexpr int kThreads = 32 * warps_of(HeadDim), kRowVectors = kRowBytes / 16;
+  int thread = threadIdx.x % kThreads, lane = thread % 32, warp = thread / 32;
+  auto* staged = reinterpret_cast<uint4*>(s.values);
+  auto* to = reinterpret_cast<uint4*>(block + TileFormat::first_value_row<typename Part::Codec>(HeadDim) * kLanes);
+  uint32_t ranks = first_ranks(s, lane, warp);
 #pragma unroll 1
   for (int first_row = 0; first_row < value_rows; first_row += staged_rows) {
     int rows = min(value_rows - first_row, staged_rows);
@@ -254,9 +376,56 @@ __device__ void pack_tile(PackStorage<HeadDim>& s, TileSource const& x, uint32_t
   }
 }
 
+// Packs a tile into `value_rows` rows below those of its bitmap and scales.
+template <Role kRole, int HeadDim, class Codec = Fp16Codec, class Trim, class Group>
+__device__ void pack_tile(PackStorage<HeadDim, Codec::kHasScales>& s, TileSource const& x, uint32_t* block,
+                          int value_rows, int staged_rows, Trim const& trim, Group const& group) {
+  constexpr int kThreads = 32 * warps_of(HeadDim), kRowVectors = kRowBytes / 16;
+  int thread = threadIdx.x % kThreads, lane = thread % 32, warp = thread / 32;
+  LanePart<kRole, HeadDim, Codec> part(lane, warp);
+  begin_tile(part, s, x, block, min(value_rows, staged_rows), trim, group);
+  if constexpr (Codec::kHasScales) {
+    encode_tile<Codec>(s, x.dtype);
+    group.sync();
+  }
+  if (value_rows > staged_rows) return write_rows(part, s, block, value_rows, staged_rows, group);
+  part.stage_values(s, lane, first_ranks(s, lane, warp));
+  group.sync();
+  auto* staged = reinterpret_cast<uint4*>(s.values);
+  auto* to = reinterpret_cast<uint4*>(block + TileFormat::first_value_row<Codec>(HeadDim) * kLanes);
+  for (int i = thread; i < value_rows * kRowVectors; i += kThreads) to[i] = staged[i];
+}
+
+// The same in any narrow codec, which is known when the kernel runs: little code that takes more time.
+template <Role kRole, int HeadDim, class Trim, class Group>
+__device__ void pack_narrow_tile(PackStorage<HeadDim, true>& s, TileSource const& x, CodecId codec, uint32_t* block,
+                                 int value_rows, int staged_rows, Trim const& trim, Group const& group) {
+  int thread = threadIdx.x % (32 * warps_of(HeadDim)), lane = thread % 32, warp = thread / 32;
+  LanePart<kRole, HeadDim, Fp8Codec> part(lane, warp);  // bitmaps do not depend on the codec
+  begin_tile(part, s, x, block, min(value_rows, staged_rows), trim, group);
+  auto write = [&](auto narrow) {
+    using Codec = decltype(narrow);
+    static_assert(Codec::kBitDistance == Fp8Codec::kBitDistance);
+    encode_tile<Codec>(s, x.dtype);
+    group.sync();
+    LanePart<kRole, HeadDim, Codec> of_codec(lane, warp);
+    write_rows(of_codec, s, block, value_rows, staged_rows, group);
+  };
+  if (codec == CodecId::kFp8)
+    write(Fp8Codec{});
+  else if (codec == CodecId::kInt8)
+    write(Int8Codec{});
+  else
+    write(Int4Codec{});
+}
+
 // Rows of values that a CTA stages. Streams are about `keep` long: enough for most tiles, or for any tile.
 constexpr int staged_rows(int padded_head_dim, int keep) {
   return keep > 0 && 2 * keep <= padded_head_dim ? padded_head_dim / 8 * 5 : padded_head_dim;
+}
+template <class Codec>
+constexpr int staged_rows(int padded_head_dim, int keep) {
+  return Codec::value_rows(staged_rows(padded_head_dim, keep));
 }
 
 }  // namespace cute_kernels::compress

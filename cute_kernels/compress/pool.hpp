@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cute/numeric/math.hpp>
 
 #include "cute_kernels/format/storage.hpp"
 
@@ -12,6 +13,7 @@ struct Pool {
   format::SparseView keys, values;
   int key_keep, value_keep;  // nonzeros that a token keeps at most; 0: all
   int64_t* dropped;          // (2, 2), keys and values: tiles that were trimmed, nonzeros that they lost
+  int64_t* refused;          // (2): nonzeros that the codec cannot store
   int32_t* error;            // set to 1 where a tile has no page or a window no capacity left
 };
 
@@ -29,25 +31,45 @@ CUTE_HOST_DEVICE constexpr int64_t find_slot(format::SparseView const& view, int
   return find_slot(view.pages, view.batch, view.kv_heads, sequence, kv_head, tile);
 }
 
-// Value rows that the tiles of a slot may have. Values have what the keys leave of the slot. A pool stores 16-bit
-// values, one a row: a stream's length is its number of rows.
+// Rows of a tile of one codec: those before its values, and words of a stream, one in every `step` rows.
+struct TileRows {
+  int before_values, word_values_log2, step;
+
+  TileRows() = default;
+  explicit TileRows(format::SparseView const& view) {
+    format::visit_codec(view.codec, [&](auto codec) {
+      using Codec = decltype(codec);
+      before_values = format::BitmapTile::first_value_row<Codec>(view.padded_head_dim);
+      word_values_log2 = cute::log_2(static_cast<unsigned>(Codec::kWordValues));
+      step = Codec::kWordRows;
+    });
+  }
+  // Of a tile whose longest stream has `longest` values; and how long a stream may be in so many rows.
+  CUTE_HOST_DEVICE constexpr int of(int longest) const {
+    return before_values + ((longest + (1 << word_values_log2) - 1) >> word_values_log2) * step;
+  }
+  CUTE_HOST_DEVICE constexpr int longest(int rows) const { return (rows - before_values) / step << word_values_log2; }
+};
+
+// How long the streams of a slot's tiles may be. Values have the rows that the keys leave of the slot.
 struct SlotLimits {
-  int both, most_keys, most_values;
+  TileRows key_rows, value_rows;
+  int both, most_keys, most_values;  // rows of the slot and of a tile of values; values of a stream of keys
 
   SlotLimits() = default;
-  explicit SlotLimits(Pool const& pool) {
-    int bitmap = format::BitmapTile::bitmap_rows(pool.keys.padded_head_dim);
-    both = pool.keys.pages.slot_rows - 2 * bitmap;
-    most_keys = pool.keys.max_tile_rows - bitmap;
-    most_values = pool.values.max_tile_rows - bitmap;
-  }
+  explicit SlotLimits(Pool const& pool)
+      : key_rows(pool.keys),
+        value_rows(pool.values),
+        both(pool.keys.pages.slot_rows),
+        most_keys(key_rows.longest(pool.keys.max_tile_rows)),
+        most_values(pool.values.max_tile_rows) {}
   // longest_key: stream of the tile of keys, before it is trimmed.
   CUTE_HOST_DEVICE constexpr int keys(int longest_key) const {
     return longest_key < most_keys ? longest_key : most_keys;
   }
   CUTE_HOST_DEVICE constexpr int values(int longest_key) const {
-    int left = both - keys(longest_key);
-    return left < most_values ? left : most_values;
+    int left = both - key_rows.of(keys(longest_key));
+    return value_rows.longest(left < most_values ? left : most_values);
   }
 };
 

@@ -1,5 +1,6 @@
 // Selects what is kept, half a tile a warp at a time.
 #include <algorithm>
+#include <type_traits>
 
 #include "cute_kernels/common/error.hpp"
 #include "cute_kernels/common/numeric.hpp"
@@ -47,18 +48,20 @@ __device__ void write_pruned(SelectStorage<Words>& s, uint32_t const (&kept)[Wor
 }
 
 // CTAs of an SM, which bounds their registers; shared memory fits about as many.
-template <int Words>
+template <int Words, bool kScales>
 constexpr int kResident = Words == 2   ? 28
                           : Words == 4 ? 20
+                          : kScales    ? 9
                                        : 11;
 
 // A CTA takes every gridDim.x-th tile. Rows of its next half tile arrive while it selects: by then this half tile's
-// are in registers.
-template <int Words, bool kBFloat16>
-__global__ void __launch_bounds__(32, kResident<Words>)
+// are in registers. With scales or `pruned`, they are read once more first.
+template <int Words, bool kBFloat16, bool kScales>
+__global__ void __launch_bounds__(32, kResident<Words, kScales>)
     select_kernel(DenseView x, int keep, bool vectors, unsigned tiles, uint32_t* masks, int32_t* counts,
-                  uint16_t* pruned) {
+                  uint16_t* pruned, TokenScaling token_scaling, LaneScaling scaling) {
   __shared__ SelectStorage<Words> s;
+  __shared__ float per_channel[kScales ? 32 * Words : 1];
   int lane = threadIdx.x;
   unsigned tiles_per_head = static_cast<unsigned>((x.tokens + format::kTileTokens - 1) / format::kTileTokens);
   unsigned tile = blockIdx.x;
@@ -76,12 +79,24 @@ __global__ void __launch_bounds__(32, kResident<Words>)
     unsigned next_tile = part ? tile + gridDim.x : tile;
     int next_part = part ^ 1;
     Half next(x, tiles_per_head, next_tile, next_part);
-    if (!pruned && next_tile < tiles) start_half(s, x, next, vectors, lane);
+    if (!kScales && !pruned && next_tile < tiles) start_half(s, x, next, vectors, lane);
     unify_nans<kBFloat16>(planes);
     keep_largest(planes, keep, kept);
     if (pruned) {
       uint16_t* to = pruned + (int64_t{half.head} * x.tokens + half.first) * x.head_dim;
       write_pruned(s, kept, to, half.tokens, x.head_dim, lane);
+      __syncwarp();
+      if (next_tile < tiles) start_half(s, x, next, vectors, lane);
+    }
+    if constexpr (kScales) {
+      if (part == 0) {
+        uint16_t const* scales = token_scaling.channel_scale + int64_t{half.head} * 32 * Words;
+#pragma unroll
+        for (int w = 0; w < Words; ++w) per_channel[32 * w + lane] = 1 / format::scale_value(scales[32 * w + lane]);
+        __syncwarp();
+      }
+      token_scaling.token_scale[int64_t{tile} * format::kTileTokens + part * kHalfTokens + lane] =
+          scaling.token_scale<kBFloat16>(s, per_channel, planes, kept, lane);
       __syncwarp();
       if (next_tile < tiles) start_half(s, x, next, vectors, lane);
     }
@@ -115,22 +130,30 @@ unsigned resident_ctas(Kernel kernel, int threads) {
 
 }  // namespace
 
-void select(DenseView const& x, int keep, uint32_t* masks, int32_t* counts, void* pruned, cudaStream_t stream) {
+void select(DenseView const& x, int keep, uint32_t* masks, int32_t* counts, void* pruned, TokenScaling const& scaling,
+            cudaStream_t stream) {
   int padded = format::padded_head_dim(x.head_dim), heads = x.batch * x.kv_heads;
   if (counts) check_cuda(cudaMemsetAsync(counts, 0, sizeof(int32_t) * heads * padded, stream), "memset of counts");
   int64_t tiles = (x.tokens + format::kTileTokens - 1) / format::kTileTokens * heads;
   if (tiles > INT32_MAX / kHalves) throw std::invalid_argument("x: more than 2^30 tiles of 64 tokens");
+  LaneScaling of_lanes(scaling.codec, scaling.refused);
   auto launch = [&](auto kernel) {
     unsigned count = static_cast<unsigned>(tiles), grid = std::min(count, resident_ctas(kernel, 32));
     kernel<<<grid, 32, 0, stream>>>(x, most_kept(keep), x.has_vectors(), count, masks, counts,
-                                    static_cast<uint16_t*>(pruned));
+                                    static_cast<uint16_t*>(pruned), scaling, of_lanes);
+  };
+  auto launch_with = [&](auto words, auto is_bfloat16) {
+    if (scaling.token_scale)
+      launch(select_kernel<words(), is_bfloat16(), true>);
+    else
+      launch(select_kernel<words(), is_bfloat16(), false>);
   };
   format::visit_head_dim(padded, [&](auto head_dim) {
-    constexpr int kWords = head_dim() / 32;
+    std::integral_constant<int, head_dim() / 32> words;
     if (x.dtype == DType::kBFloat16)
-      launch(select_kernel<kWords, true>);
+      launch_with(words, std::true_type{});
     else
-      launch(select_kernel<kWords, false>);
+      launch_with(words, std::false_type{});
   });
   check_cuda(cudaGetLastError(), "launch of select");
 }

@@ -5,7 +5,9 @@
 
 #include <cute/arch/copy_sm80.hpp>
 #include <cute/pointer.hpp>
+#include <type_traits>
 
+#include "cute_kernels/common/numeric.hpp"
 #include "cute_kernels/compress/bits.hpp"
 #include "cute_kernels/compress/compress.hpp"
 
@@ -124,5 +126,80 @@ __device__ void keep_largest(uint32_t const (&planes)[Words][kMagnitudeBits], in
     missing = max(missing - count, 0);
   }
 }
+
+// What a narrow codec needs besides the masks.
+struct LaneScaling {
+  float largest = 0;  // number of the codec
+  bool has_nan = true;
+  int64_t* refused = nullptr;  // counts what is kept and the codec cannot store
+
+  LaneScaling() = default;
+  LaneScaling(format::CodecId id, int64_t* refused) : refused(refused) {
+    format::visit_codec(id, [&](auto codec) {
+      if constexpr (decltype(codec)::kHasScales) largest = codec.kLargest, has_nan = codec.kHasNan;
+    });
+  }
+
+  // The scale of a token whose values are `row`. per_channel: reciprocals of the channels' scales.
+  template <int Words>
+  __device__ uint16_t token_scale_of_row(uint16_t const* row, DType dtype, float const* per_channel,
+                                         uint32_t const (&kept)[Words]) const {
+    float most = 0;
+    int not_stored = 0;
+#pragma unroll
+    for (int w = 0; w < Words; ++w) {
+#pragma unroll 1
+      for (uint32_t bits = kept[w]; bits; bits &= bits - 1) {
+        int channel = 32 * w + __ffs(bits) - 1;
+        float x = fabsf(from_half_bits(row[channel], dtype));
+        if (x < INFINITY)
+          most = fmaxf(most, x * per_channel[channel]);
+        else if (!has_nan || x == INFINITY)
+          ++not_stored;
+      }
+    }
+    count(not_stored);
+    return format::token_scale(most, largest);
+  }
+
+  // The same for this lane's token, a row of s, in less time. per_channel: reciprocals of the channels' scales. planes: with NaN
+  // unified.
+  template <bool kBFloat16, int Words>
+  __device__ uint16_t token_scale(SelectStorage<Words> const& s, float const* per_channel,
+                                  uint32_t const (&planes)[Words][kMagnitudeBits], uint32_t const (&kept)[Words],
+                                  int lane) const {
+    using X = std::conditional_t<kBFloat16, bfloat16_t, half_t>;
+    constexpr int kMantissaBits = kBFloat16 ? 7 : 10;
+    float most = 0;
+    int not_stored = 0;
+#pragma unroll
+    for (int w = 0; w < Words; ++w) {
+      uint32_t special = kept[w];  // infinity or NaN
+#pragma unroll
+      for (int p = kMantissaBits; p < kMagnitudeBits; ++p) special &= planes[w][p];
+      not_stored += __popc(has_nan ? special & ~planes[w][0] : special);
+      uint32_t finite = kept[w] & ~special;
+#pragma unroll
+      for (int v = 0; v < 32 / kVectorValues; ++v) {
+        uint4 x4 = s.dense[lane][32 / kVectorValues * w + v];
+        auto const* x = reinterpret_cast<X const*>(&x4);
+#pragma unroll
+        for (int i = 0; i < kVectorValues; ++i) {
+          int bit = kVectorValues * v + i;
+          float ratio = fabsf(float(x[i])) * per_channel[32 * w + bit];
+          if (finite >> bit & 1) most = fmaxf(most, ratio);
+        }
+      }
+    }
+    count(not_stored);
+    return format::token_scale(most, largest);
+  }
+
+ private:
+  __device__ void count(int not_stored) const {
+    if (not_stored)
+      atomicAdd(reinterpret_cast<unsigned long long*>(refused), static_cast<unsigned long long>(not_stored));
+  }
+};
 
 }  // namespace cute_kernels::compress

@@ -13,10 +13,10 @@ struct Trim {
   uint32_t nan_key;
   int64_t* dropped;  // tiles, nonzeros
 
-  template <class Part, int HeadDim, class Group>
-  __device__ void operator()(PackStorage<HeadDim>& s, Part& part, Group const& group) const {
+  template <class Part, class Group>
+  __device__ void operator()(typename Part::Storage& s, Part& part, Group const& group) const {
     if (longest <= most) return;
-    constexpr int kThreads = 32 * warps_of(HeadDim);
+    constexpr int kThreads = 32 * Part::Storage::kWarps;
     int thread = threadIdx.x % kThreads, lane = thread % 32, first_word = thread / 32 * Part::kWords;
     auto* words = reinterpret_cast<uint32_t (*)[kLanes]>(s.values);  // not in use yet
 #pragma unroll
@@ -36,10 +36,10 @@ struct Trim {
     atomicAdd(reinterpret_cast<unsigned long long*>(dropped + which), static_cast<unsigned long long>(n));
   }
 
-  template <class Part, int HeadDim>
-  __device__ void trim_stream(PackStorage<HeadDim> const& s, uint32_t (*words)[kLanes], int lane, int stream) const {
-    constexpr int kElements = TileFormat::lane_elements(HeadDim);
-    auto present = [&](int e) { return words[TileFormat::bitmap_word(e)][lane] >> TileFormat::bitmap_bit(e) & 1; };
+  template <class Part>
+  __device__ void trim_stream(typename Part::Storage const& s, uint32_t (*words)[kLanes], int lane, int stream) const {
+    constexpr int HeadDim = Part::kHeadDim, kElements = TileFormat::lane_elements(HeadDim);
+    auto present = [&](int e) { return words[TileFormat::bitmap_word(e)][lane] >> Part::bit(e) & 1; };
     auto key = [&](int e) {
       int position = Part::position(lane, e), row = position / HeadDim;
       return magnitude_key(s.dense[row][swizzled(row, s.channel[position % HeadDim])], nan_key);
@@ -63,7 +63,7 @@ struct Trim {
       uint32_t magnitude = key(e);
       if (magnitude > last || (magnitude == last && ties-- <= 0)) continue;
       atomicAnd(&words[TileFormat::bitmap_word(e)][lane],
-                ~(1u << TileFormat::bitmap_bit(e)));  // the other stream has the same words
+                ~(1u << Part::bit(e)));  // the other stream has the same words
     }
     count(1, excess);
   }

@@ -3,6 +3,7 @@
 #include <cute/arch/copy_sm75.hpp>
 #include <cute/tensor.hpp>
 
+#include "cute_kernels/common/numeric.hpp"
 #include "cute_kernels/compress/pages.hpp"
 #include "cute_kernels/compress/tile_kernel.hpp"
 #include "cute_kernels/mma/quarter_tile.hpp"
@@ -12,23 +13,46 @@ namespace {
 
 using namespace format;
 
-using Codec = Fp16Codec;  // or bf16: 16-bit values are moved bit for bit
-
 constexpr int kWarps = 4, kThreads = 32 * kWarps;
 
+// A base of what follows for codecs with scales: of the rows and channels of dense.
+template <int HeadDim, bool kScales>
+struct UnpackScales {};
 template <int HeadDim>
-struct UnpackStorage {
+struct UnpackScales<HeadDim, true> {
+  float of_row[kTileTokens], of_channel[HeadDim];
+};
+
+// Codec_: Fp16Codec for all of 16 bits, which are moved bit for bit.
+template <class Codec_, int HeadDim>
+struct UnpackStorage : UnpackScales<HeadDim, Codec_::kHasScales> {
+  using Codec = Codec_;
   static constexpr int kStride = HeadDim + 8;  // rows in different banks
   static constexpr int kLaneChannels = HeadDim / 32;
 
   alignas(16) uint16_t dense[kTileTokens][kStride];
   alignas(16) uint8_t column[HeadDim];  // of dense, by channel
   uint8_t token[kTileTokens];           // by row of dense
-  alignas(128) uint32_t block[];        // and kRowsBehind
+  alignas(128) uint32_t block[];        // and rows behind it
 
   static size_t bytes(SparseView const& view) {
-    return sizeof(UnpackStorage) + (view.max_tile_rows + kRowsBehind) * size_t{kRowBytes};
+    return sizeof(UnpackStorage) +
+           (view.max_tile_rows + mma::Decoder<TileFormat, Codec>::kRowsBehind) * size_t{kRowBytes};
   }
+};
+
+// Bits of a value of x's dtype.
+__device__ uint16_t rounded_bits(float x, DType dtype) {
+  if (x != x) return dtype == DType::kBFloat16 ? 0x7fc0 : 0x7e00;
+  return dtype == DType::kBFloat16 ? bfloat16_t(x).storage : half_t(x).storage;
+}
+
+// What a tile is unpacked from.
+struct PackedTile {
+  uint32_t const* block;
+  int rows;
+  uint8_t const *token_order, *channel_order;
+  uint16_t const* channel_scale;  // null without scales
 };
 
 // Where MMA column `column` of A is among positions, and so are rows.
@@ -43,9 +67,21 @@ __device__ void load_orders(uint8_t const* token_order, uint8_t const* channel_o
     column[channel_order[position(kIsKey, i)]] = static_cast<uint8_t>(i);
 }
 
-// A warp's quarter of the tile's elements into dense.
-template <Role kRole, int HeadDim>
-__device__ void decode_quarter(UnpackStorage<HeadDim>& s) {
+// The scales of the tile's rows and channels. The block is in shared memory.
+template <Role kRole, class Codec, int HeadDim>
+__device__ void load_scales(UnpackStorage<Codec, HeadDim>& s, PackedTile const& tile) {
+  constexpr bool kIsKey = kRole == Role::kKey;
+  auto position = [](bool along_k, int i) { return along_k ? TileFormat::position_of_column(i) : i; };
+  auto const* of_token = reinterpret_cast<uint16_t const*>(s.block + TileFormat::bitmap_rows(HeadDim) * kLanes);
+  int thread = threadIdx.x;
+  if (thread < kTileTokens) s.of_row[thread] = scale_value(of_token[scale_index(position(!kIsKey, thread))]);
+  for (int p = thread; p < HeadDim; p += kThreads)
+    s.of_channel[tile.channel_order[p]] = scale_value(tile.channel_scale[p]);
+}
+
+// A warp's quarter of the tile's elements into dense: of a codec with scales the numbers of its codes, as fp16.
+template <Role kRole, class Codec, int HeadDim>
+__device__ void decode_quarter(UnpackStorage<Codec, HeadDim>& s) {
   using Quarter = mma::TileQuarter<TileFormat, Codec, HeadDim>;
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   Quarter quarter(cute::cast_smem_ptr_to_uint(s.block), warp);
@@ -72,9 +108,10 @@ __device__ void decode_quarter(UnpackStorage<HeadDim>& s) {
 }
 
 // to: (tokens, head_dim).
-template <int HeadDim>
-__device__ void store_rows(UnpackStorage<HeadDim> const& s, int tokens, int head_dim, uint16_t* to) {
-  constexpr int kChannels = UnpackStorage<HeadDim>::kLaneChannels;
+template <class Codec, int HeadDim>
+__device__ void store_rows(UnpackStorage<Codec, HeadDim> const& s, DType dtype, int tokens, int head_dim,
+                           uint16_t* to) {
+  constexpr int kChannels = UnpackStorage<Codec, HeadDim>::kLaneChannels;
   int warp = threadIdx.x / 32, first = threadIdx.x % 32 * kChannels;
   if (first >= head_dim) return;
   int column[kChannels];
@@ -84,7 +121,12 @@ __device__ void store_rows(UnpackStorage<HeadDim> const& s, int tokens, int head
   for (int row = warp; row < kTileTokens; row += kWarps) {
     alignas(16) uint16_t values[kChannels];
 #pragma unroll
-    for (int i = 0; i < kChannels; ++i) values[i] = s.dense[row][column[i]];
+    for (int i = 0; i < kChannels; ++i) {
+      values[i] = s.dense[row][column[i]];
+      if constexpr (Codec::kHasScales)
+        values[i] = rounded_bits(
+            scaled_up(float(half_t::bitcast(values[i])), s.of_row[row], s.of_channel[first + i], dtype), dtype);
+    }
     using Vector = std::conditional_t<kChannels == 2, uint32_t, std::conditional_t<kChannels == 4, uint2, uint4>>;
     static_assert(sizeof(Vector) == sizeof(values));
     int token = s.token[row];
@@ -93,33 +135,36 @@ __device__ void store_rows(UnpackStorage<HeadDim> const& s, int tokens, int head
 }
 
 // to: (tokens, head_dim).
-template <Role kRole, int HeadDim>
-__device__ void unpack_tile(UnpackStorage<HeadDim>& s, uint32_t const* block, int rows, uint8_t const* token_order,
-                            uint8_t const* channel_order, int tokens, int head_dim, uint16_t* to) {
+template <Role kRole, class Codec, int HeadDim>
+__device__ void unpack_tile(UnpackStorage<Codec, HeadDim>& s, PackedTile const& tile, DType dtype, int tokens,
+                            int head_dim, uint16_t* to) {
   constexpr int kVectors = kRowBytes / sizeof(uint4);  // of a row
-  for (int i = threadIdx.x; i < rows * kVectors; i += kThreads)
-    reinterpret_cast<uint4*>(s.block)[i] = __ldg(reinterpret_cast<uint4 const*>(block) + i);
-  load_orders<kRole>(token_order, channel_order, HeadDim, s.token, s.column);
+  for (int i = threadIdx.x; i < tile.rows * kVectors; i += kThreads)
+    reinterpret_cast<uint4*>(s.block)[i] = __ldg(reinterpret_cast<uint4 const*>(tile.block) + i);
+  load_orders<kRole>(tile.token_order, tile.channel_order, HeadDim, s.token, s.column);
   __syncthreads();
+  if constexpr (Codec::kHasScales) load_scales<kRole>(s, tile);
   decode_quarter<kRole>(s);
   __syncthreads();
-  store_rows(s, tokens, head_dim, to);
+  store_rows(s, dtype, tokens, head_dim, to);
 }
 
-template <Role kRole, int HeadDim>
+template <Role kRole, class Codec, int HeadDim>
 __global__ void __launch_bounds__(kThreads) unpack_kernel(SparseView view, uint16_t* out) {
   extern __shared__ __align__(128) uint8_t shared[];
-  auto& s = *reinterpret_cast<UnpackStorage<HeadDim>*>(shared);
+  auto& s = *reinterpret_cast<UnpackStorage<Codec, HeadDim>*>(shared);
   TileLocation tile(view);
-  unpack_tile<kRole>(s, tile.block, tile.rows, view.token_order + tile.index * kTileTokens,
-                     view.channel_order + tile.head * HeadDim, tile.tokens, view.head_dim,
+  PackedTile packed{tile.block, tile.rows, view.token_order + tile.index * kTileTokens,
+                    view.channel_order + tile.head * HeadDim,
+                    Codec::kHasScales ? view.channel_scale + tile.head * HeadDim : nullptr};
+  unpack_tile<kRole>(s, packed, view.dtype, tile.tokens, view.head_dim,
                      out + (tile.head * view.tokens + tile.first_token) * view.head_dim);
 }
 
-template <Role kRole, int HeadDim>
+template <Role kRole, class Codec, int HeadDim>
 __global__ void __launch_bounds__(kThreads) load_kernel(SparseView view, TileRun run, uint16_t* out, int32_t* error) {
   extern __shared__ __align__(128) uint8_t shared[];
-  auto& s = *reinterpret_cast<UnpackStorage<HeadDim>*>(shared);
+  auto& s = *reinterpret_cast<UnpackStorage<Codec, HeadDim>*>(shared);
   int head = blockIdx.x / run.tiles, values = kTileTokens * view.head_dim;
   int64_t slot = find_slot(view, run.sequence, head, run.first_tile + blockIdx.x % run.tiles);
   if (slot == kNoSlot) {
@@ -129,29 +174,32 @@ __global__ void __launch_bounds__(kThreads) load_kernel(SparseView view, TileRun
     if (threadIdx.x == 0) *error = 1;
     return;
   }
-  unpack_tile<kRole>(s, view.blocks + view.first_row(slot) * kLanes, view.rows(slot),
-                     view.token_order + slot * kTileTokens, view.channel_order_of(run.sequence, head), kTileTokens,
-                     view.head_dim, out + int64_t{blockIdx.x} * kTileTokens * view.head_dim);
+  PackedTile packed{view.blocks + view.first_row(slot) * kLanes, view.rows(slot), view.token_order + slot * kTileTokens,
+                    view.channel_order_of(run.sequence, head), view.channel_scale_of(run.sequence, head)};
+  unpack_tile<kRole>(s, packed, view.dtype, kTileTokens, view.head_dim,
+                     out + int64_t{blockIdx.x} * kTileTokens * view.head_dim);
 }
 
 }  // namespace
 
 void decompress(SparseView const& view, void* out, cudaStream_t stream) {
-  check_codec(view);
-  visit_shape(view, [&](auto role, auto head_dim) {
-    launch_tiles(unpack_kernel<role(), head_dim()>, view.tiles(), kThreads, UnpackStorage<head_dim()>::bytes(view),
-                 stream, "launch of decompress", view, static_cast<uint16_t*>(out));
+  visit_packed_codec(view.codec, [&](auto codec) {
+    visit_shape(view, [&](auto role, auto head_dim) {
+      using Storage = UnpackStorage<decltype(codec), head_dim()>;
+      launch_tiles(unpack_kernel<role(), decltype(codec), head_dim()>, view.tiles(), kThreads, Storage::bytes(view),
+                   stream, "launch of decompress", view, static_cast<uint16_t*>(out));
+    });
   });
 }
 
 void load(Pool const& pool, TileRun const& run, void* keys, void* values, cudaStream_t stream) {
-  check_codec(pool.keys);
-  check_codec(pool.values);
   for (SparseView const* view : {&pool.keys, &pool.values})
-    visit_shape(*view, [&](auto role, auto head_dim) {
-      launch_tiles(load_kernel<role(), head_dim()>, int64_t{view->kv_heads} * run.tiles, kThreads,
-                   UnpackStorage<head_dim()>::bytes(*view), stream, "launch of load", *view, run,
-                   static_cast<uint16_t*>(view == &pool.keys ? keys : values), pool.error);
+    visit_packed_codec(view->codec, [&](auto codec) {
+      visit_shape(*view, [&](auto role, auto head_dim) {
+        launch_tiles(load_kernel<role(), decltype(codec), head_dim()>, int64_t{view->kv_heads} * run.tiles, kThreads,
+                     UnpackStorage<decltype(codec), head_dim()>::bytes(*view), stream, "launch of load", *view, run,
+                     static_cast<uint16_t*>(view == &pool.keys ? keys : values), pool.error);
+      });
     });
 }
 

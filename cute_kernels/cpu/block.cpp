@@ -1,9 +1,11 @@
-// Blocks of a tile: bitmap rows and value rows, from a dense tile and back to one.
+// Blocks of a tile: bitmap, scales and values, from a dense tile and back to one.
 #include <algorithm>
+#include <cstring>
 #include <utility>
 #include <vector>
 
 #include "cute_kernels/common/numeric.hpp"
+#include "cute_kernels/cpu/half.hpp"
 #include "cute_kernels/cpu/layout.hpp"
 #include "cute_kernels/cpu/tile_steps.hpp"
 
@@ -24,56 +26,85 @@ struct LaneStreams {
 
 uint16_t const* positions_of(SparseView const& view) { return element_table(view.role, view.padded_head_dim).data(); }
 
+float to_float(uint16_t bits, DType dtype) {
+  return dtype == DType::kBFloat16 ? bfloat16_to_float(bits) : half_to_float(bits);
+}
+
+// The stored bits of an element, and back.
 template <class Codec>
-void write_block_as(SparseView const& view, uint16_t const* dense, int rows, uint32_t* block) {
+uint32_t encode(SparseView const& view, TileScales const& scales, uint16_t bits, int index) {
+  if constexpr (Codec::kHasScales) {
+    float const per_channel = 1 / scales.channel(index % view.padded_head_dim);
+    float const per_token = 1 / scales.token(index / view.padded_head_dim);
+    return Codec::encode(format::scaled_down(to_float(bits, view.dtype), per_channel, per_token));
+  } else {
+    return bits;
+  }
+}
+template <class Codec>
+uint16_t decode(SparseView const& view, TileScales const& scales, uint32_t stored, int index) {
+  if constexpr (Codec::kHasScales) {
+    float const x = format::scaled_up(Codec::number(stored), scales.token(index / view.padded_head_dim),
+                                      scales.channel(index % view.padded_head_dim), view.dtype);
+    return view.dtype == DType::kBFloat16 ? float_to_bfloat16(x) : float_to_half(x);
+  } else {
+    return static_cast<uint16_t>(stored);
+  }
+}
+
+template <class Codec>
+void write_block_as(SparseView const& view, uint16_t const* dense, TileScales const& scales, int rows,
+                    uint32_t* block) {
   uint16_t const* positions = positions_of(view);
   int const elements = TileFormat::lane_elements(view.padded_head_dim);
-  int const bitmap_rows = TileFormat::bitmap_rows(view.padded_head_dim);
-  int const most = (rows - bitmap_rows) * Codec::kValuesPerRow;
+  int const first_row = TileFormat::first_value_row<Codec>(view.padded_head_dim);
+  int const most = Codec::most_values(rows - first_row);
+  if constexpr (Codec::kHasScales)
+    std::memcpy(block + TileFormat::bitmap_rows(view.padded_head_dim) * kLanes, scales.tokens, format::kRowBytes);
   LaneStreams streams;
   for (int lane = 0; lane < kLanes; ++lane, positions += elements) {
     std::fill_n(streams.length, kStreams, 0);
     for (int e0 = 0; e0 < elements; e0 += kWordElements) {
       uint32_t word = 0;
       for (int i = 0; i < kWordElements; ++i) {
-        uint32_t const value = Codec::encode(dense[positions[e0 + i]], view.dtype);
-        int const s = TileFormat::stream(i), nonzero = !Codec::is_zero(value);
-        word |= static_cast<uint32_t>(nonzero) << TileFormat::bitmap_bit(i);
-        streams.value[s][streams.length[s]] = value;
+        int const index = positions[e0 + i], s = TileFormat::stream(i), nonzero = dense[index] != 0;
+        word |= static_cast<uint32_t>(nonzero) << TileFormat::bitmap_bit<Codec::kBitDistance>(i);
+        if (!Codec::kHasScales || nonzero)
+          streams.value[s][streams.length[s]] = encode<Codec>(view, scales, dense[index], index);
         streams.length[s] += nonzero;
       }
       block[TileFormat::bitmap_word(e0) * kLanes + lane] = word;
     }
-    uint32_t* values = block + bitmap_rows * kLanes + lane;
-    for (int row = 0; row < rows - bitmap_rows; ++row) values[row * kLanes] = 0;
+    uint32_t* values = block + first_row * kLanes + lane;
+    for (int row = 0; row < rows - first_row; ++row) values[row * kLanes] = 0;
     for (int s = 0; s < kStreams; ++s)
       for (int rank = 0; rank < std::min(streams.length[s], most); ++rank)
-        values[rank / Codec::kValuesPerRow * kLanes] |= Codec::place(streams.value[s][rank], s, rank);
+        values[Codec::value_row(s, rank) * kLanes] |= Codec::place(streams.value[s][rank], s, rank);
   }
 }
 
 template <class Codec>
-void read_block_as(SparseView const& view, uint32_t const* block, int rows, uint16_t* dense) {
+void read_block_as(SparseView const& view, uint32_t const* block, TileScales const& scales, int rows, uint16_t* dense) {
   uint16_t const* positions = positions_of(view);
   int const elements = TileFormat::lane_elements(view.padded_head_dim);
-  int const bitmap_rows = TileFormat::bitmap_rows(view.padded_head_dim);
-  int const most = std::min((rows - bitmap_rows) * Codec::kValuesPerRow, LaneStreams::kMost - 1);
+  int const first_row = TileFormat::first_value_row<Codec>(view.padded_head_dim);
+  int const most = std::min(Codec::most_values(rows - first_row), LaneStreams::kMost - 1);
   LaneStreams streams;
   for (int lane = 0; lane < kLanes; ++lane, positions += elements) {
-    uint32_t const* values = block + bitmap_rows * kLanes + lane;
+    uint32_t const* values = block + first_row * kLanes + lane;
     for (int s = 0; s < kStreams; ++s) {
       for (int rank = 0; rank < most; ++rank)
-        streams.value[s][rank] =
-            Codec::decode(Codec::extract(values[rank / Codec::kValuesPerRow * kLanes], s, rank), view.dtype);
+        streams.value[s][rank] = Codec::extract(values[Codec::value_row(s, rank) * kLanes], s, rank);
       streams.value[s][most] = 0;
       streams.length[s] = 0;
     }
     for (int e0 = 0; e0 < elements; e0 += kWordElements) {
       uint32_t const word = block[TileFormat::bitmap_word(e0) * kLanes + lane];
       for (int i = 0; i < kWordElements; ++i) {
-        int const s = TileFormat::stream(i);
-        uint32_t const bit = (word >> TileFormat::bitmap_bit(i)) & 1;
-        dense[positions[e0 + i]] = static_cast<uint16_t>(streams.value[s][streams.length[s]] & (0u - bit));
+        int const s = TileFormat::stream(i), index = positions[e0 + i];
+        uint32_t const bit = (word >> TileFormat::bitmap_bit<Codec::kBitDistance>(i)) & 1;
+        uint16_t const x = decode<Codec>(view, scales, streams.value[s][streams.length[s]], index);
+        dense[index] = static_cast<uint16_t>(x & (0u - bit));
         streams.length[s] += static_cast<int>(bit);
       }
     }
@@ -102,12 +133,16 @@ int trim_streams(SparseView const& view, int most, uint16_t* dense) {
   return dropped;
 }
 
-void write_block(SparseView const& view, uint16_t const* dense, int rows, uint32_t* block) {
-  format::visit_codec(view.codec, [&](auto codec) { write_block_as<decltype(codec)>(view, dense, rows, block); });
+void write_block(SparseView const& view, uint16_t const* dense, TileScales const& scales, int rows, uint32_t* block) {
+  format::visit_codec(view.codec,
+                      [&](auto codec) { write_block_as<decltype(codec)>(view, dense, scales, rows, block); });
 }
 
-void read_block(SparseView const& view, uint32_t const* block, int rows, uint16_t* dense) {
-  format::visit_codec(view.codec, [&](auto codec) { read_block_as<decltype(codec)>(view, block, rows, dense); });
+void read_block(SparseView const& view, uint32_t const* block, uint16_t const* channel_scales, int rows,
+                uint16_t* dense) {
+  TileScales const scales{view.token_scales(block), channel_scales};
+  format::visit_codec(view.codec,
+                      [&](auto codec) { read_block_as<decltype(codec)>(view, block, scales, rows, dense); });
 }
 
 }  // namespace cute_kernels::cpu

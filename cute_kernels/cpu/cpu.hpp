@@ -50,18 +50,26 @@ struct BalanceOperand {
 void balance(BalanceOperand const& first, BalanceOperand const& second, int64_t heads, int64_t tokens,
              int padded_head_dim, uint8_t* token_order, int threads);
 
-// out: contiguous copy of x, every value rounded as the codec stores it; what it stores as zero becomes +0. What
-// compression to a lossy codec starts from. std::invalid_argument if the codec does not store x's dtype.
-void quantize(DenseView const& x, format::CodecId codec, uint16_t* out, int threads);
+// The scales of a narrow codec, see format/codec/scales.hpp. `channel_scales` (batch * kv_heads, padded), by channel: one
+// without a nonzero takes the largest of its head, 1 if there is none. `token_scales` (batch * kv_heads, tiles * 64), by
+// token, from what is kept; returns how many of those the codec cannot store: infinities, and NaN unless it has one.
+void channel_scales(DenseView const& x, uint16_t* channel_scale, int threads);
+int64_t token_scales(DenseView const& x, uint32_t const* masks, format::CodecId codec, uint16_t const* channel_scale,
+                     uint16_t* token_scale, int threads);
 
-// Writes every word of every block of `view`, in its codec.
-void pack(DenseView const& x, uint32_t const* masks, SparseView const& view, int threads);
+// The same for one tile of 64 tokens that exist; per_channel: reciprocals of the channels' scales, by channel. masks: of
+// the tile, token_scale (64).
+int tile_token_scales(DenseView const& x, int64_t head, int64_t first_token, uint32_t const* masks,
+                      format::CodecId codec, float const* per_channel, uint16_t* token_scale);
+
+// Writes every word of every block of `view`, in its codec. token_scale: as `token_scales` writes it, or null.
+void pack(DenseView const& x, uint32_t const* masks, uint16_t const* token_scale, SparseView const& view, int threads);
 
 // out: contiguous (batch, kv_heads, tokens, head_dim) of the view's dtype.
 void decompress(SparseView const& view, uint16_t* out, int threads);
 
-// Selects, orders and packs k and v, whole tiles of tokens, straight into the pool's slots. A pool stores its values
-// bit for bit: `store` and `load` throw std::runtime_error for a lossy codec.
+// Selects, orders and packs k and v, whole tiles of tokens, straight into the pool's slots. Rows whose first tile is 0
+// choose the scales of their sequence's channels by its tokens.
 void store(compress::Pool const& pool, DenseView const& k, DenseView const& v, compress::PoolRows const& rows,
            compress::NewOrder order, int threads);
 

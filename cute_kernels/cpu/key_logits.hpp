@@ -5,7 +5,7 @@
 
 namespace cute_kernels::cpu {
 
-// A block of query rows by channel of each entry; padding channels are zero.
+// A block of query rows by channel of each entry, times the channels' scales; padding channels are zero.
 class QueryPanel {
  public:
   QueryPanel(SparseView const& view, int64_t rows, bool want_pairs)
@@ -19,13 +19,16 @@ class QueryPanel {
   // channel_order: of the keys that KV head `head` of q is multiplied with.
   void load(DenseOperand const& q, int group, int64_t head, uint8_t const* channel_order, int64_t first_row, int rows) {
     has_pairs_ = want_pairs_;
+    ChannelScales const scales(view_, channel_order);
     for (int n = 0; n < rows; ++n) {
       uint16_t row[format::kMaxHeadDim] = {};
       std::copy_n(static_cast<uint16_t const*>(q.data) + row_offset(view_, q, group, head, first_row + n),
                   view_.head_dim, row);
       for (int i = 0; i < size_; ++i) {
-        uint16_t const bits = row[channel_order[layout_.operand_position[i]]];
-        floats_[n * size_ + i] = q.dtype == DType::kBFloat16 ? bfloat16_to_float(bits) : half_to_float(bits);
+        int const position = layout_.operand_position[i];
+        uint16_t const bits = row[channel_order[position]];
+        float const x = q.dtype == DType::kBFloat16 ? bfloat16_to_float(bits) : half_to_float(bits);
+        floats_[n * size_ + i] = x * scales[position];
       }
       if (!want_pairs_) continue;
       for (int c = 0; c < view_.head_dim; ++c)
@@ -83,6 +86,10 @@ class KeyLogits {
       UnpackedTile const unpacked = scratch_.unpack(isa_, view_, tile_index, next_tile);
       isa_.multiply_keys(unpacked, view_.padded_head_dim, panel_.floats(), rows_, sums_.data());
     }
+    if (TokenScales const scales(view_, tile_index); scales)
+      for (int n = 0; n < rows_; ++n)
+        for (int i = 0; i < format::kTileTokens; ++i)
+          sums_[n * format::kTileTokens + i] *= scales[layout_.sum_position[i]];
     uint8_t const* token_order = view_.token_order + tile_index * format::kTileTokens;
     for (int i = 0; i < format::kTileTokens; ++i)
       sum_of_token_[token_order[layout_.sum_position[i]]] = static_cast<uint8_t>(i);

@@ -16,6 +16,7 @@ struct TileInfo {
   int64_t head, first_token;
   uint8_t const* token_order;
   uint8_t const* channel_order;
+  uint16_t const* channel_scales;
   uint32_t const* block;
   int rows;  // of the block
 
@@ -24,7 +25,9 @@ struct TileInfo {
     head = tile_index / tiles;
     first_token = tile_index % tiles * kTileTokens;
     token_order = view.token_order + tile_index * kTileTokens;
-    channel_order = view.channel_order + head * view.padded_head_dim;
+    int const sequence = static_cast<int>(head / view.kv_heads), kv_head = static_cast<int>(head % view.kv_heads);
+    channel_order = view.channel_order_of(sequence, kv_head);
+    channel_scales = view.channel_scale_of(sequence, kv_head);
     block = view.blocks + int64_t{view.row_offsets[tile_index]} * kLanes;
     rows = view.row_offsets[tile_index + 1] - view.row_offsets[tile_index];
   }
@@ -51,7 +54,7 @@ void gather_tile(DenseView const& x, int64_t head, int64_t first_token, uint32_t
   }
 }
 
-void pack(DenseView const& x, uint32_t const* masks, SparseView const& view, int threads) {
+void pack(DenseView const& x, uint32_t const* masks, uint16_t const* token_scale, SparseView const& view, int threads) {
   int const padded = view.padded_head_dim;
   parallel(threads, view.tiles(), [&](TaskQueue& queue) {
     std::vector<uint16_t> dense(static_cast<size_t>(kTileTokens) * padded);
@@ -60,7 +63,10 @@ void pack(DenseView const& x, uint32_t const* masks, SparseView const& view, int
       uint32_t const* tile_masks = masks + (tile.head * x.tokens + tile.first_token) * (padded / 32);
       gather_tile(x, tile.head, tile.first_token, tile_masks, tile.token_order, tile.channel_order, padded,
                   dense.data());
-      write_block(view, dense.data(), tile.rows, const_cast<uint32_t*>(tile.block));
+      uint16_t scales[kTileTokens];
+      for (int p = 0; p < kTileTokens && token_scale; ++p)
+        scales[format::scale_index(p)] = token_scale[task * kTileTokens + tile.token_order[p]];
+      write_block(view, dense.data(), {scales, tile.channel_scales}, tile.rows, const_cast<uint32_t*>(tile.block));
     }
   });
 }
@@ -81,7 +87,7 @@ void decompress(SparseView const& view, uint16_t* out, int threads) {
     std::vector<uint16_t> dense(static_cast<size_t>(kTileTokens) * padded);
     for (int64_t task; (task = queue.next()) >= 0;) {
       TileInfo const tile(view, task);
-      read_block(view, tile.block, tile.rows, dense.data());
+      read_block(view, tile.block, tile.channel_scales, tile.rows, dense.data());
       scatter_tile(dense.data(), tile.token_order, tile.channel_order, padded, view.head_dim,
                    view.tokens - tile.first_token, out + (tile.head * view.tokens + tile.first_token) * view.head_dim);
     }

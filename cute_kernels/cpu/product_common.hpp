@@ -64,41 +64,61 @@ inline int64_t next_tile(SparseView const& view, int64_t tile_index) {
 }
 
 inline bool has_finite_values(SparseView const& view, int64_t tile_index) {
-  uint32_t const* begin = block(view, tile_index) + TileFormat::bitmap_rows(view.padded_head_dim) * format::kLanes;
-  uint32_t const* end = block(view, tile_index) + view.rows(tile_index) * format::kLanes;
   return format::visit_codec(view.codec, [&](auto codec) {
-    return std::all_of(begin, end, [&](uint32_t word) { return codec.all_finite(word); });
+    using Codec = decltype(codec);
+    uint32_t const* begin = block(view, tile_index);
+    uint32_t const* end = begin + view.rows(tile_index) * format::kLanes;
+    begin += TileFormat::first_value_row<Codec>(view.padded_head_dim) * format::kLanes;
+    return std::all_of(begin, end, [&](uint32_t word) { return Codec::all_finite(word); });
   });
 }
 
-// Every value that an 8-bit codec can store, as float.
+// The scale of a token of a tile, by its position; 1 where the codec has no scales.
+class TokenScales {
+ public:
+  TokenScales(SparseView const& view, int64_t tile_index)
+      : scales_(view.channel_scale ? view.token_scales(block(view, tile_index)) : nullptr) {}
+  explicit operator bool() const { return scales_; }
+  float operator[](int position) const { return format::scale_value(scales_[format::scale_index(position)]); }
+
+ private:
+  uint16_t const* scales_;
+};
+
+// The scale of a head's channel, by its position; 1 where the codec has no scales. channel_order: the head's.
+class ChannelScales {
+ public:
+  ChannelScales(SparseView const& view, uint8_t const* channel_order)
+      : scales_(view.channel_scale ? view.channel_scale + (channel_order - view.channel_order) : nullptr) {}
+  float operator[](int position) const { return scales_ ? format::scale_value(scales_[position]) : 1.f; }
+
+ private:
+  uint16_t const* scales_;
+};
+
+// The number of every code of a narrow codec.
 template <class Codec>
-std::array<float, 256> const& float_table(DType dtype) {
-  static_assert(Codec::kValueBits == 8);
-  auto make = [](DType x) {
-    std::array<float, 256> table{};
-    for (uint32_t stored = 0; stored < 256; ++stored) {
-      uint16_t const bits = Codec::decode(stored, x);
-      table[stored] = x == DType::kBFloat16 ? bfloat16_to_float(bits) : half_to_float(bits);
-    }
-    return table;
-  };
-  static std::array<float, 256> const of_half = make(DType::kFloat16), of_bfloat = make(DType::kBFloat16);
-  return dtype == DType::kBFloat16 ? of_bfloat : of_half;
+std::array<float, 1 << Codec::kValueBits> const& number_table() {
+  static auto const table = [] {
+    std::array<float, 1 << Codec::kValueBits> numbers{};
+    for (uint32_t code = 0; code < numbers.size(); ++code) numbers[code] = Codec::number(code);
+    return numbers;
+  }();
+  return table;
 }
 
-// As Kernels::unpack, for values of a codec that the kernels of kernels.hpp do not know.
+// As Kernels::unpack, for a narrow codec: the numbers of its codes, without scales.
 template <class Codec>
-void unpack_coded(uint32_t const* block, int bitmap_rows, int value_rows, DType dtype, UnpackedTile const& tile) {
-  unpack_masks(block, bitmap_rows, tile.masks);
-  std::array<float, 256> const& number = float_table<Codec>(dtype);
-  uint32_t const* words = block + bitmap_rows * format::kLanes;
+void unpack_codes(uint32_t const* block, int bitmap_rows, int value_rows, UnpackedTile const& tile) {
+  unpack_masks<true>(block, bitmap_rows, tile.masks);
+  auto const& number = number_table<Codec>();
+  uint32_t const* words = block + (bitmap_rows + Codec::kScaleRows) * format::kLanes;
   for (int row = 0; row < value_rows; ++row)
-    for (int lane = 0; lane < format::kLanes; ++lane, ++words)
-      for (int s = 0; s < kStreams; ++s) {
-        float* values = tile.streams + (lane * kStreams + s) * tile.stride + row * Codec::kValuesPerRow;
-        for (int i = 0; i < Codec::kValuesPerRow; ++i) values[i] = number[Codec::extract(*words, s, i)];
-      }
+    for (int lane = 0; lane < format::kLanes; ++lane, ++words) {
+      float* values =
+          tile.streams + (lane * kStreams + row % kStreams) * tile.stride + row / kStreams * Codec::kWordValues;
+      for (int i = 0; i < Codec::kWordValues; ++i) values[i] = number[Codec::extract(*words, 0, i)];
+    }
 }
 
 // Scratch that any tile of the view can be unpacked into, in either form.
@@ -115,13 +135,13 @@ class TileScratch {
     prefetch(view, next_tile);
     UnpackedTile tile{masks_.data(), streams_.data(), stride_};
     uint32_t const* from = block(view, tile_index);
-    int const value_rows = view.rows(tile_index) - bitmap_rows_;
     format::visit_codec(view.codec, [&](auto codec) {
       using Codec = decltype(codec);
-      if constexpr (Codec::kValueBits == 16)
-        isa.unpack(from, bitmap_rows_, value_rows, view.dtype == DType::kBFloat16, tile);
+      int const value_rows = view.rows(tile_index) - bitmap_rows_ - Codec::kScaleRows;
+      if constexpr (Codec::kIsNarrow)
+        unpack_codes<Codec>(from, bitmap_rows_, value_rows, tile);
       else
-        unpack_coded<Codec>(from, bitmap_rows_, value_rows, view.dtype, tile);
+        isa.unpack(from, bitmap_rows_, value_rows, view.dtype == DType::kBFloat16, tile);
     });
     return tile;
   }
@@ -137,8 +157,9 @@ class TileScratch {
  private:
   // In values, at most.
   int longest_stream(SparseView const& view) const {
-    int const value_rows = std::max(view.max_tile_rows - bitmap_rows_, 0);
-    return format::visit_codec(view.codec, [&](auto codec) { return value_rows * codec.kValuesPerRow; });
+    return format::visit_codec(view.codec, [&](auto codec) {
+      return codec.most_values(std::max(view.max_tile_rows - bitmap_rows_ - codec.kScaleRows, 0));
+    });
   }
 
   // Consecutive tiles mostly follow each other in memory, but 128-byte rows read in two passes are not what the

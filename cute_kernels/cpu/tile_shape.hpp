@@ -32,11 +32,23 @@ inline uint32_t shuffle_bits(uint32_t word) {
   });
 }
 
+// The same for the words of a narrow codec: entry k of stream s has bit 16 * (k / 8) + 4 * (k % 4) + 2 * (k / 4 % 2) + s.
+inline uint32_t shuffle_narrow_bits(uint32_t word) {
+  auto exchange = [](uint32_t w, int shift, uint32_t mask) {
+    uint32_t t = (w ^ (w >> shift)) & mask;
+    return w ^ t ^ (t << shift);
+  };
+  word = exchange(exchange(word, 15, 0x0000aaaau), 7, 0x00aa00aau);
+  return exchange(exchange(word, 2, 0x0c0c0c0cu), 1, 0x22222222u);
+}
+
 // The bitmap words of a block as UnpackedTile::masks.
+template <bool kNarrow = false>
 inline void unpack_masks(uint32_t const* block, int bitmap_rows, uint16_t* masks) {
   for (int row = 0; row < bitmap_rows; ++row, masks += kTileStreams * kTileLanes)
     for (int lane = 0; lane < kTileLanes; ++lane) {
-      uint32_t bits = shuffle_bits(block[row * kTileLanes + lane]);
+      uint32_t const word = block[row * kTileLanes + lane];
+      uint32_t const bits = kNarrow ? shuffle_narrow_bits(word) : shuffle_bits(word);
       masks[lane] = static_cast<uint16_t>(bits);
       masks[kTileLanes + lane] = static_cast<uint16_t>(bits >> 16);
     }

@@ -42,7 +42,7 @@ class ValueSums {
       pairs_->multiply_values(paired, view_.padded_head_dim, pair_panel_.data(), parts_, rows, pair_sums_.data());
       return;
     }
-    for (int n = 0; n < rows; ++n) load_panel(n, row(n));
+    for (int n = 0; n < rows; ++n) load_panel(n, row(n), tile_index);
     UnpackedTile const unpacked = scratch_.unpack(isa_, view_, tile_index, next_tile);
     begin(any_floats_, sums_, rows);
     isa_.multiply_values(unpacked, view_.padded_head_dim, panel_.data(), rows, sums_.data());
@@ -59,7 +59,7 @@ class ValueSums {
       zero_values(count, tile_index, unpacked);
       for (int n = 0; n < rows; ++n) {
         if (visible[n] != count) continue;
-        load_panel(n, weight_row(tile_index, count, weights(n)));
+        load_panel(n, weight_row(tile_index, count, weights(n)), tile_index);
         isa_.multiply_values(unpacked, view_.padded_head_dim, panel_.data() + n * panel_size_, 1,
                              sums_.data() + n * row_sums());
       }
@@ -72,11 +72,12 @@ class ValueSums {
       for (int64_t i = n * row_sums(); any && i < (n + 1) * row_sums(); ++i) sums[i] *= factor;
   }
 
-  // out (rows, padded_head_dim), by channel: overwritten.
+  // out (rows, padded_head_dim), by channel, times the channels' scales: overwritten.
   void store(uint8_t const* channel_order, int rows, float* out) {
     std::fill_n(out, int64_t{rows} * view_.padded_head_dim, 0.f);
-    if (any_floats_) add_by_channel(sums_.data(), channel_order, rows, out);
-    if (any_pairs_) add_by_channel(pair_sums_.data(), channel_order, rows, out);
+    ChannelScales const scales(view_, channel_order);
+    if (any_floats_) add_by_channel(sums_.data(), channel_order, scales, rows, out);
+    if (any_pairs_) add_by_channel(pair_sums_.data(), channel_order, scales, rows, out);
   }
 
  private:
@@ -84,8 +85,12 @@ class ValueSums {
     return {weights, to_number(weight_dtype_), valid, view_.token_order + tile_index * format::kTileTokens};
   }
 
-  void load_panel(int n, WeightRow const& row) {
-    isa_.make_weights(row, layout_.operand_position.data(), panel_.data() + n * panel_size_);
+  // The weights times the tokens' scales.
+  void load_panel(int n, WeightRow const& row, int64_t tile_index) {
+    float* panel = panel_.data() + n * panel_size_;
+    isa_.make_weights(row, layout_.operand_position.data(), panel);
+    if (TokenScales const scales(view_, tile_index); scales)
+      for (int i = 0; i < panel_size_; ++i) panel[i] *= scales[layout_.operand_position[i]];
   }
 
   template <class Row>
@@ -122,14 +127,17 @@ class ValueSums {
   int64_t row_sums() const { return int64_t{kLaneRows} * layout_.blocks * kSumWidth; }
 
   // sums (rows, [row][c][kSumWidth]).
-  void add_by_channel(float const* sums, uint8_t const* channel_order, int rows, float* out) const {
+  void add_by_channel(float const* sums, uint8_t const* channel_order, ChannelScales const& scales, int rows,
+                      float* out) const {
     for (int n = 0; n < rows; ++n, out += view_.padded_head_dim)
       for (int i = 0; i < kLaneRows * layout_.blocks; ++i, sums += kSumWidth) {
         float four[4] = {};
         for (int j = 0; j < kSumWidth; j += 4)
           for (int k = 0; k < 4; ++k) four[k] += sums[j + k];
-        for (int odd = 0; odd < 2; ++odd)
-          out[channel_order[layout_.sum_position[2 * i + odd]]] += four[2 * odd] + four[2 * odd + 1];
+        for (int odd = 0; odd < 2; ++odd) {
+          int const position = layout_.sum_position[2 * i + odd];
+          out[channel_order[position]] += (four[2 * odd] + four[2 * odd + 1]) * scales[position];
+        }
       }
   }
 

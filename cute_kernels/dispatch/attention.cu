@@ -120,7 +120,7 @@ void run_with(Kernels<Params> const& kernels, attention::Problem const& problem,
   int64_t tiles = std::max(work_tiles, expected.all + work_tiles * window_tiles);
   auto plan_with = [&](int64_t tiles) {
     return choose_plan(device, limits, n, schedule.rows, std::max(keys.max_tile_rows, values.max_tile_rows),
-                       attention::kStageOrders * attention::kOrderBytes, 0, tiles, tuning);
+                       attention::stage_extra_bytes(keys.channel_scale != nullptr), 0, tiles, tuning);
   };
   int longest = static_cast<int>(std::max<int64_t>(1, expected.longest + window_tiles));
   bool divides = limits.combines_in_cluster && expected.known && problem.num_splits == 0;
@@ -143,6 +143,7 @@ void run_with(Kernels<Params> const& kernels, attention::Problem const& problem,
   params.stages = plan.stages;
   params.output.out = problem.out;
   params.output.lse = problem.lse;
+  params.output.dtype = values.dtype;
   params.output.channel_order = values.channel_order;
   params.output.order_heads = values.order_heads;
   params.output.head_dim = values.head_dim;
@@ -167,14 +168,15 @@ void run(attention::Problem const& problem, Workspace const& workspace, std::str
     using Prefill = typename decltype(kernels)::Prefill;
     if constexpr (!std::is_void_v<Prefill>) {
       int rows = problem.q_heads / problem.keys.kv_heads * problem.q_tokens;
-      if (rows > most_decoding_rows(problem.keys.padded_head_dim)) {
+      bool is_narrow = format::has_scales(problem.keys.codec);  // the prefill kernel has no such decoder
+      if (!is_narrow && rows > most_decoding_rows(problem.keys.padded_head_dim)) {
         if (tuning.stages_ahead > 0)
           throw std::runtime_error("no stages ahead can be chosen for " + std::to_string(rows) +
                                    " query rows a KV head, which the prefill kernel takes");
         return run_prefill<Prefill>(problem, workspace, device, stream);
       }
     }
-    run_with(decltype(kernels)::attention_kernels(), problem, workspace, device, tuning, stream);
+    run_with(decltype(kernels)::attention_kernels(problem.keys.codec), problem, workspace, device, tuning, stream);
   });
 }
 

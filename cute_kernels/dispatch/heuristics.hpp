@@ -38,7 +38,7 @@ inline Plan choose_plan(DeviceLimits const& device, pipeline::KernelLimits const
   plan.config.n = n;
   plan.stages.block_bytes = std::max(max_tile_rows * format::kRowBytes, kernel.min_block_bytes);
   plan.stages.block_bytes = (plan.stages.block_bytes + 127) / 128 * 128;
-  int behind = std::max(order_bytes + std::min(n, rows) * dense_row_bytes, format::kRowsBehind * format::kRowBytes);
+  int behind = std::max(order_bytes + std::min(n, rows) * dense_row_bytes, kernel.rows_behind * format::kRowBytes);
   plan.stages.stage_bytes = (plan.stages.block_bytes + behind + 127) / 128 * 128;
   int fit = (device.shared_bytes - kernel.fixed_shared_bytes) / plan.stages.stage_bytes;  // stages of all workers
   if (fit < kernel.min_stages)

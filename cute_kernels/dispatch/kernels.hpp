@@ -1,5 +1,4 @@
-// The table of kernels: backend x operation x head_dim. Each entry serves the codecs that its launcher is instantiated
-// for (mma/stored_operand.hpp).
+// The table of kernels: backend x operation x head_dim x codecs that share an object file (mma/stored_operand.hpp).
 #pragma once
 
 #include <stdexcept>
@@ -7,6 +6,7 @@
 
 #include "cute_kernels/dispatch/backend.hpp"
 #include "cute_kernels/format/head_dim.hpp"
+#include "cute_kernels/mma/stored_operand.hpp"
 #include "cute_kernels/ops/attention/launch.hpp"
 #include "cute_kernels/ops/attention/prefill/launch.hpp"
 #include "cute_kernels/ops/av/launch.hpp"
@@ -16,35 +16,48 @@ namespace cute_kernels::dispatch {
 
 template <class Params>
 struct Kernels {
-  int max_rows;  // query rows a pass takes at most
   Launcher<Params> launcher;
 
   // The smallest instantiated N that holds all rows, or the largest.
   int rows_per_pass(int rows) const {
     int n = 8;
-    while (n < rows && n < max_rows) n *= 2;
+    while (n < rows && n < launcher.max_rows) n *= 2;
     return n;
   }
 };
 
-inline constexpr int kMaxWarpRows = 16, kMaxWarpgroupRows = 64;
+// Of the codecs that a storage's is of.
+template <class Params, class F>
+Kernels<Params> kernels_of(format::CodecId codec, F&& launcher) {
+  return mma::visit_codecs(codec, [&](auto codecs) -> Kernels<Params> { return {launcher(codecs)}; });
+}
 
 template <int kHeadDim>
 struct Sm80 {
   using Prefill = void;  // none
-  static Kernels<qk::Params> qk_kernels() { return {kMaxWarpRows, qk::sm80::launcher<kHeadDim>()}; }
-  static Kernels<av::Params> av_kernels() { return {kMaxWarpRows, av::sm80::launcher<kHeadDim>()}; }
-  static Kernels<attention::Params> attention_kernels() {
-    return {attention::max_rows(kHeadDim), attention::sm80::launcher<kHeadDim>()};
+  static Kernels<qk::Params> qk_kernels(format::CodecId codec) {
+    return kernels_of<qk::Params>(codec, [](auto codecs) { return qk::sm80::launcher<kHeadDim, decltype(codecs)>(); });
+  }
+  static Kernels<av::Params> av_kernels(format::CodecId codec) {
+    return kernels_of<av::Params>(codec, [](auto codecs) { return av::sm80::launcher<kHeadDim, decltype(codecs)>(); });
+  }
+  static Kernels<attention::Params> attention_kernels(format::CodecId codec) {
+    return kernels_of<attention::Params>(
+        codec, [](auto codecs) { return attention::sm80::launcher<kHeadDim, decltype(codecs)>(); });
   }
 };
 
 template <int kHeadDim>
 struct Sm90 {
-  static Kernels<qk::Params> qk_kernels() { return {kMaxWarpgroupRows, qk::sm90::launcher<kHeadDim>()}; }
-  static Kernels<av::Params> av_kernels() { return {kMaxWarpgroupRows, av::sm90::launcher<kHeadDim>()}; }
-  static Kernels<attention::Params> attention_kernels() {
-    return {attention::max_rows(kHeadDim), attention::sm90::launcher<kHeadDim>()};
+  static Kernels<qk::Params> qk_kernels(format::CodecId codec) {
+    return kernels_of<qk::Params>(codec, [](auto codecs) { return qk::sm90::launcher<kHeadDim, decltype(codecs)>(); });
+  }
+  static Kernels<av::Params> av_kernels(format::CodecId codec) {
+    return kernels_of<av::Params>(codec, [](auto codecs) { return av::sm90::launcher<kHeadDim, decltype(codecs)>(); });
+  }
+  static Kernels<attention::Params> attention_kernels(format::CodecId codec) {
+    return kernels_of<attention::Params>(
+        codec, [](auto codecs) { return attention::sm90::launcher<kHeadDim, decltype(codecs)>(); });
   }
   using Prefill = attention::prefill::Launcher<kHeadDim>;  // takes any number of query rows
 };

@@ -77,15 +77,18 @@ void run(Product const& product, Workspace const& workspace, std::string const& 
       params.out_dtype = product.out_dtype;
       params.scale = product.scale;
       params.vector_stores = stores_vectors(product);
-      Plan plan = plan_product(product, Backend::qk_kernels(), 0, device, tuning, params);
-      Backend::qk_kernels().launcher.launch(params, plan.config, stream);
+      auto kernels = Backend::qk_kernels(view.codec);
+      Plan plan = plan_product(product, kernels, 0, device, tuning, params);
+      kernels.launcher.launch(params, plan.config, stream);
       return;
     }
     av::Params params{};
     params.vector_loads = loads_vectors(product.dense);
     int row_bytes = product::dense_row_bytes(product.dense.dtype);
-    Plan plan = plan_product(product, Backend::av_kernels(), row_bytes, device, tuning, params);
+    auto av_kernels = Backend::av_kernels(view.codec);
+    Plan plan = plan_product(product, av_kernels, row_bytes, device, tuning, params);
     params.output.out = product.out;
+    params.output.dtype = view.dtype;
     params.output.channel_order = view.channel_order;
     params.output.order_heads = view.order_heads;
     params.output.head_dim = view.head_dim;
@@ -95,7 +98,7 @@ void run(Product const& product, Workspace const& workspace, std::string const& 
       int64_t bytes = int64_t{plan.config.n} * view.padded_head_dim * static_cast<int>(sizeof(float));
       params.output.partials = workspace(partials * bytes);
     }
-    Backend::av_kernels().launcher.launch(params, plan.config, stream);
+    av_kernels.launcher.launch(params, plan.config, stream);
   });
 }
 

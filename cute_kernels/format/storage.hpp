@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "cute_kernels/format/codec/codec.hpp"
+#include "cute_kernels/format/codec/scales.hpp"
 #include "cute_kernels/format/tile/bitmap.hpp"
 
 namespace cute_kernels::format {
@@ -24,10 +25,11 @@ struct Pages {
 };
 
 struct SparseView {
-  uint32_t const* blocks;        // (rows, 32): the tiles' blocks, one after the other
-  int32_t const* row_offsets;    // (batch * kv_heads * tiles + 1): first row of each tile's block
-  uint8_t const* token_order;    // (batch * kv_heads, tiles, 64): token_position -> token within the tile
-  uint8_t const* channel_order;  // (orders, padded_head_dim), see order_index: channel_position -> channel
+  uint32_t const* blocks;         // (rows, 32): the tiles' blocks, one after the other
+  int32_t const* row_offsets;     // (batch * kv_heads * tiles + 1): first row of each tile's block
+  uint8_t const* token_order;     // (batch * kv_heads, tiles, 64): token_position -> token within the tile
+  uint8_t const* channel_order;   // (orders, padded_head_dim), see order_index: channel_position -> channel
+  uint16_t const* channel_scale;  // (orders, padded_head_dim), by channel_position; null for a codec without scales
   Role role;
   DType dtype;  // of x, of what decompression returns and of what multiplies
   int batch;
@@ -51,6 +53,10 @@ struct SparseView {
   CUTE_HOST_DEVICE uint8_t const* channel_order_of(int sequence, int kv_head) const {
     return channel_order + order_index(sequence, kv_head) * padded_head_dim;
   }
+  // The scales of its channels, by position; null without scales.
+  CUTE_HOST_DEVICE uint16_t const* channel_scale_of(int sequence, int kv_head) const {
+    return channel_scale ? channel_scale + order_index(sequence, kv_head) * padded_head_dim : nullptr;
+  }
 
   // Where a sequence's tile is: its index in the storage, and the first row and the rows of its block.
   CUTE_HOST_DEVICE int64_t tile_index(int sequence, int kv_head, int tile) const {
@@ -65,14 +71,11 @@ struct SparseView {
   CUTE_HOST_DEVICE int rows(int64_t index) const {
     return pages.table ? row_offsets[index] : row_offsets[index + 1] - row_offsets[index];
   }
-};
 
-// For kernels that move 16-bit values bit for bit: std::runtime_error if the codec of the storage does anything else.
-// user: who moves them, for the message.
-inline void check_bit_exact(SparseView const& view, char const* user) {
-  if (view.codec == own_codec(view.dtype)) return;
-  throw std::runtime_error(std::string(user) + " supports the codecs fp16 and bf16 only, not " +
-                           codec_name(view.codec) + " of " + dtype_name(view.dtype));
-}
+  // In a block of a codec with scales, in the order of scale_index.
+  CUTE_HOST_DEVICE uint16_t const* token_scales(uint32_t const* block) const {
+    return reinterpret_cast<uint16_t const*>(block + BitmapTile::bitmap_rows(padded_head_dim) * kLanes);
+  }
+};
 
 }  // namespace cute_kernels::format

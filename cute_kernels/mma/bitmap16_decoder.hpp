@@ -7,7 +7,7 @@
 // register can need; where it is now, the last two are all that the second can. 16-bit loads fetch them with zeros
 // above, and presence bits become selectors of prmt, which takes a value's bytes or those zeros. The work is the same
 // whatever the density. What a register does not need may be any value, or a row of the bitmap above the values, or one
-// of `kRowsBehind` rows behind the block.
+// of kRowsBehind rows behind the block.
 #pragma once
 
 #include <cstdint>
@@ -23,6 +23,7 @@ using namespace cute;
 
 struct Bitmap16Decoder {
   using TileFormat = format::BitmapTile;
+  static constexpr int kRowsBehind = 2;
 
   // The lane's position in its two streams, as shared-memory addresses of the last value taken (counts are inclusive).
   struct Cursor {

@@ -2,12 +2,14 @@
 //
 // Decoder<TileFormat, Codec> has
 //   Cursor                                   where a lane is in its streams
-//   first<kHeadDim, kParts>(column, part)    the cursor of one of kParts equal parts of a lane's elements; column:
+//   first<kHeadDim, kParts, kAtOnce>(column, part)
+//                                            the cursor of one of kParts equal parts of a lane's elements; column:
 //                                            shared-memory address of the lane's first word in the block
 //   decode32(word, cursor, registers)        the elements of one bitmap word, 32, into 16 registers of two elements
 //   decode64(word0, word1, cursor, registers)
 //                                            those of two words, into 32 registers
-// and may read format::kRowsBehind rows behind the block.
+//   kRowsBehind                              of a block, that it may read without using them
+// Of a codec with scales the elements are the numbers of its codes.
 #pragma once
 
 namespace cute_kernels::mma {
@@ -20,3 +22,4 @@ struct Decoder {
 }  // namespace cute_kernels::mma
 
 #include "cute_kernels/mma/bitmap16_decoder.hpp"
+#include "cute_kernels/mma/narrow_decoder.hpp"

@@ -1,8 +1,7 @@
 // A compressed operand as the main loops see it: how its storage is laid out and coded, and the type that multiplies.
 #pragma once
 
-#include <stdexcept>
-#include <string>
+#include <type_traits>
 
 #include "cute_kernels/common/numeric.hpp"
 #include "cute_kernels/format/codec/codec.hpp"
@@ -10,25 +9,49 @@
 
 namespace cute_kernels::mma {
 
+// Stored bit for bit: what multiplies is what was stored.
 template <class TileFormat_, class Codec_, class Element_>
 struct StoredOperand {
   using TileFormat = TileFormat_;
   using Codec = Codec_;
-  using Element = Element_;
+  using Element = Element_;  // multiplies
+  using Dense = Element_;    // of q, of a window and of results
 };
 
-// Calls f(StoredOperand{}) with what kernels of CC 8.x and 9.0 are instantiated for. std::runtime_error for another.
+// Of a codec with scales: the numbers of its codes multiply, in fp16, whatever the dtype of what they stand for. So
+// kernels are the same for both: they have q, a window and results as bits, and learn the dtype when they run.
+template <class TileFormat_, class Codec_>
+struct ScaledOperand {
+  using TileFormat = TileFormat_;
+  using Codec = Codec_;
+  using Element = half_t;
+  using Dense = uint16_t;
+};
+
+// Codecs whose kernels are in one object file.
+struct HalfCodecs {};
+struct NarrowCodecs {};
+
+template <class Codecs>
+inline constexpr bool kAreNarrow = !std::is_same_v<Codecs, HalfCodecs>;
+
+// f(codecs) with those that a codec is of.
 template <class F>
+decltype(auto) visit_codecs(format::CodecId id, F&& f) {
+  return format::is_narrow(id) ? f(NarrowCodecs{}) : f(HalfCodecs{});
+}
+
+// Calls f(operand) with what kernels of CC 8.x and 9.0 are instantiated for: a codec of Codecs.
+template <class Codecs, class F>
 decltype(auto) visit_stored_operand(format::CodecId codec, F&& f) {
   using format::BitmapTile;
-  switch (codec) {
-    case format::CodecId::kFp16:
-      return f(StoredOperand<BitmapTile, format::Fp16Codec, half_t>{});
-    case format::CodecId::kBf16:
-      return f(StoredOperand<BitmapTile, format::Bf16Codec, bfloat16_t>{});
-    default:
-      throw std::runtime_error(std::string("codec '") + format::codec_name(codec) +
-                               "' is not instantiated for CUDA kernels; fp16 and bf16 are");
+  if constexpr (!kAreNarrow<Codecs>) {
+    if (codec == format::CodecId::kFp16) return f(StoredOperand<BitmapTile, format::Fp16Codec, half_t>{});
+    return f(StoredOperand<BitmapTile, format::Bf16Codec, bfloat16_t>{});
+  } else {
+    if (codec == format::CodecId::kFp8) return f(ScaledOperand<BitmapTile, format::Fp8Codec>{});
+    if (codec == format::CodecId::kInt8) return f(ScaledOperand<BitmapTile, format::Int8Codec>{});
+    return f(ScaledOperand<BitmapTile, format::Int4Codec>{});
   }
 }
 

@@ -9,6 +9,7 @@ namespace cute_kernels {
 // Each is instantiated in an object file of its own. std::runtime_error for a codec that is not instantiated.
 template <class Params>
 struct Launcher {
+  int max_rows;  // query rows a pass takes at most: 8 or a power of two times that
   // Of the kernel for `n` query rows a pass.
   pipeline::KernelLimits (*limits)(format::CodecId codec, int n);
   // Checks nothing: params and config come from dispatch/. std::runtime_error on a CUDA error.

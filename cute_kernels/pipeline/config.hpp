@@ -13,7 +13,7 @@ inline constexpr int kMaxProducers = 4;  // warps that fill a ring
 struct Stages {
   int count;        // of a worker, or of all where they share one ring
   int block_bytes;  // for one tile's block
-  int stage_bytes;  // the block and behind it, in format::kRowsBehind rows or more, what comes with it
+  int stage_bytes;  // the block and behind it, in KernelLimits::rows_behind rows or more, what comes with it
 };
 
 // A worker consumes whole tiles: a warp, two warps, or a warpgroup.
@@ -36,6 +36,7 @@ struct KernelLimits {
   int min_stages, max_stages;        // of a worker; of a CTA if `one_ring`
   int min_block_bytes;               // of a stage: a block's bytes may also take results
   int fixed_shared_bytes;            // of a CTA, beside the stages
+  int rows_behind = 2;               // of a block, that the decoder may read: see CodecBits
   bool one_ring = false;             // of stages for all workers
   int stages_ahead = 0;              // of those, beyond one a worker, at most
   bool whole_steps = false;          // thin work: workers in as many as fill the schedulers, which producers divide

@@ -69,7 +69,7 @@ class ClusterCombine {
       }
       CUTE_UNROLL
       for (int mask = 1; mask < kSummands; mask *= 2) sum.add_from_lane(mask);
-      if (to.out) *to.out = Element(sum.value(summand));
+      if (to.out) store_result(output_, sum.value(summand), to.out);
       if constexpr (Policy::kHasLse) {
         if (to.lse) *to.lse = sum.lse(summand % 2);
       }

@@ -7,7 +7,9 @@
 
 #include <cute/atom/mma_atom.hpp>
 #include <cute/tensor.hpp>
+#include <type_traits>
 
+#include "cute_kernels/common/numeric.hpp"
 #include "cute_kernels/format/tile/bitmap.hpp"
 #include "cute_kernels/schedule/params.hpp"
 
@@ -55,7 +57,17 @@ struct Output {
   void* partials;         // as many as place_partials says; null with splits_per_work_tile
   int summed_splits;      // of a CTA, which stores the sum of their partials; 0: it stores each
   int crossing_partials;  // where those of splits begin that end in a later work tile, with summed_splits
+  DType dtype;            // of `out`
 };
+
+// Element: of `out`; uint16_t where the kernel is the same for both.
+template <class Element>
+CUTE_DEVICE void store_result(Output const& output, float x, Element* to) {
+  if constexpr (std::is_same_v<Element, uint16_t>)
+    *to = to_half_bits(x, output.dtype);
+  else
+    *to = Element(x);
+}
 
 // A split's partial of a work tile or, with summed_splits, a CTA's: the sum of its splits that end in the work tile.
 // Splits and work tiles with common KV tiles form a staircase, so the sum of their indices names the pair.

@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineBlocks)
   for (int mask = 1; mask < 32 && mask >> summands_log2 == 0; mask *= 2) sum.add_from_lane(mask);
   if (summands_log2 > 5) add_up_warps(sum, 1 << (summands_log2 - 5));
   if (!exists || summand >= 4) return;
-  if (auto* out = element.out(output)) *out = Element(sum.value(summand));
+  if (auto* out = element.out(output)) store_result(output, sum.value(summand), out);
   if constexpr (Policy::kHasLse) {
     if (summand < 2 && m == 0 && lane < 4)
       if (float* lse = element.lse(output)) *lse = sum.lse(summand);

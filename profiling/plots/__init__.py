@@ -43,16 +43,31 @@ def draw(
     return paths, missing
 
 
-def draw_accuracy(rows: Sequence[Mapping[str, Any]], folder: Path) -> Path:
-    """Writes accuracy.png of the rows of profiling.recipes.associative_recall.
+def draw_accuracy(rows: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
+    """Writes accuracy.png of the rows of profiling.recipes.associative_recall, and frontier.png if rows have bits.
 
     Raises:
         PlotsError: matplotlib is missing.
     """
     with _matplotlib():
-        from profiling.plots import accuracy, style
+        from profiling.plots import accuracy, frontier, style
     with style.settings():
-        return style.save(accuracy.figure(rows), folder, "accuracy")
+        paths = [style.save(accuracy.figure(rows), folder, "accuracy")]
+        if any(row.get("bits") is not None for row in rows):
+            paths.append(style.save(frontier.figure(rows), folder, "frontier"))
+    return paths
+
+
+def draw_load(rows: Sequence[Any], folder: Path) -> Path:
+    """Writes load.png of rows of profiling.serving_load.
+
+    Raises:
+        PlotsError: matplotlib is missing.
+    """
+    with _matplotlib():
+        from profiling.plots import load, style
+    with style.settings():
+        return style.save(load.figure(rows), folder, "load")
 
 
 @contextmanager

@@ -6,7 +6,9 @@
 Rows (accuracy in percent of the tokens that follow from the context) go to build/profiling/<device>/accuracy/ as
 accuracy.json; with --commit-results, to profiling/results/<device>/accuracy/. python -m profiling.report makes the
 table, CSV and the plot of them. Every rule prunes keys, values or both: the context is prefilled, its tokens older than
-the window are pruned, and what follows is read 16 tokens at a time. Needs the extra `eval`.
+the window are pruned, and what follows is read 16 tokens at a time. Magnitude also in every narrow codec, with the bits
+an element that a cache of this head dim then takes, scales, orders and padding counted, and on what eviction of tokens
+with little attention leaves (H2O). Needs the extra `eval`.
 """
 
 from __future__ import annotations
@@ -22,8 +24,10 @@ import torch
 from profiling import command_line, folders, records
 
 try:
+    import cute_kernels as ck
     from cute_kernels.eval import models, results
-    from cute_kernels.eval.settings import PARTS, Setting, grid
+    from cute_kernels.eval.rounding import CODECS
+    from cute_kernels.eval.settings import PARTS, Setting, grid, kept_elements
     from profiling.environment import Environment, environment
     from profiling.recipes import training
     from profiling.recipes.sequences import TASKS, Sequences, draw
@@ -36,6 +40,7 @@ except ImportError as error:
 
 RULES = ("magnitude", "output-aware", "channel-magnitude", "think", "random")
 SPARSITIES = (0.5, 0.7, 0.8, 0.9)
+EVICTED = (0.1, 0.25, 0.5)  # shares of the context
 CHUNK = 16
 COMMAND = "python -m profiling.recipes.associative_recall"
 NAME = "accuracy"
@@ -72,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.save:
             model.save_pretrained(args.save)
         model = model.to(torch.bfloat16 if device.type == "cuda" else torch.float32)
-        settings = grid(RULES, PARTS, SPARSITIES)
+        settings = chosen_settings()
         rows = evaluate(model, size, settings, args, where, learnt)
     except (ValueError, RuntimeError) as error:
         print(f"{COMMAND}: error: {error}", file=sys.stderr)
@@ -80,6 +85,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = args.out or folders.of_device(where.slug, args.commit_results) / NAME
     print(markdown(rows), f"wrote {write(rows, folder)}", sep="\n")
     return 0
+
+
+def chosen_settings() -> list[Setting]:
+    """Every rule, and magnitude in every codec, the unpruned cache among them, and on what eviction leaves."""
+    coded = grid(("magnitude",), ("both",), (0.0, *SPARSITIES), codecs=CODECS)
+    evicted = grid(("magnitude",), ("both",), SPARSITIES, evictions=EVICTED)
+    return (
+        grid(RULES, PARTS, SPARSITIES)
+        + [setting for setting in coded if setting.codec]
+        + [setting for setting in evicted if setting.evicted]
+    )
+
+
+def bits_per_element(setting: Setting, head_dim: int) -> float:
+    """That keys and values take, all counted, where both are pruned alike: of Gaussian data. Without pruning those of a
+    dense cache in the same scales, a token's and one more of each channel."""
+    if setting.part == "none":
+        return _value_bits(setting.codec) + (16 / head_dim if setting.codec else 0)
+    keep = kept_elements(head_dim, setting.key_sparsity)
+    x = torch.randn(2, 1, 4, 4096, head_dim, generator=torch.Generator().manual_seed(0)).half()
+    pair = ck.compress_kv(x[0], x[1], keep=keep, codec=setting.codec or None)
+    return sum(kv.bits_per_element for kv in pair) / 2
+
+
+def _value_bits(codec: str) -> int:
+    """Of one value."""
+    return {"": 16, "fp8": 8, "int8": 8, "int4": 4}[codec]
 
 
 def evaluate(
@@ -111,7 +143,10 @@ def evaluate(
     rows = []
     for number, setting in enumerate(settings, 1):
         measured = accuracies(model, setting, drawn, args.batch)
-        rows += [results.row(setting, task, "accuracy %", *found) | about for task, found in measured.items()]
+        magnitude = setting.part == "both" and setting.rule == "magnitude"
+        has_bits = not setting.evicted and (setting.part == "none" or magnitude)
+        of_setting = about | {"bits": round(bits_per_element(setting, size.head_dim), 3) if has_bits else None}
+        rows += [results.row(setting, task, "accuracy %", *found) | of_setting for task, found in measured.items()]
         training.print_to_stderr(
             f"[{number}/{len(settings)}] {setting.name}: "
             + ", ".join(f"{r['task']} {r['value']:.2f} %" for r in rows[-2:])

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from profiling import command_line, folders
-from profiling.command_line import positive_integer
+from profiling.command_line import positive_integer, positive_integers
 from profiling.environment import Environment, environment
 from profiling.scaling import attention, generation, model, rows
 from profiling.scaling.rows import Row
@@ -41,8 +41,18 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--tokens", type=_integers, metavar="LIST", help="a sequence (default: 1 M, 10 M; measured: 128 K, 1 M, 4 M)")
-    add("--gpus", type=_integers, metavar="LIST", help="along cp (default: 1,2,8,64; measured: 1,2,4,... of this host)")
+    add(
+        "--tokens",
+        type=positive_integers,
+        metavar="LIST",
+        help="a sequence (default: 1 M, 10 M; measured: 128 K, 1 M, 4 M)",
+    )
+    add(
+        "--gpus",
+        type=positive_integers,
+        metavar="LIST",
+        help="along cp (default: 1,2,8,64; measured: 1,2,4,... of this host)",
+    )
     add("--batch", type=positive_integer, default=1, metavar="N", help="sequences (default: %(default)s)")
     add("--query-heads", type=positive_integer, default=32, metavar="N", help="of a GPU (default: %(default)s)")
     add("--kv-heads", type=positive_integer, default=8, metavar="N", help="of a GPU (default: %(default)s)")
@@ -66,7 +76,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="tokens of a prompt a pass (%(default)s)",
     )
     add("--new", type=positive_integer, default=128, metavar="N", help="tokens to generate (default: %(default)s)")
-    add("--batches", type=_integers, default=[1, 32], metavar="LIST", help="generated at once (default: 1,32)")
+    add("--batches", type=positive_integers, default=[1, 32], metavar="LIST", help="generated at once (default: 1,32)")
     add("--random-config", default="llama3-8b", metavar="NAME", help="to generate with (default: %(default)s)")
     add("--head-dim", type=positive_integer, default=model.HEAD_DIM, metavar="N", help="measured (%(default)s)")
     add("--keep", type=positive_integer, default=model.KEEP, metavar="N", help="channels kept, measured (%(default)s)")
@@ -80,9 +90,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="NAME",
         help="cpu or cuda (default: cuda if there is one)",
     )
-    add("--out", type=Path, metavar="DIR", help="folder for the rows (default: build/profiling/DEVICE)")
-    add("--commit-results", action="store_true", help="write to the committed results of this GPU")
-    add("--name", default=rows.NAME, metavar="NAME", help="of the rows' file (default: %(default)s)")
+    command_line.add_output(parser, rows.NAME)
     args = parser.parse_args(arguments)
     if args.query_heads % args.kv_heads:
         parser.error(f"--query-heads: must be a multiple of --kv-heads {args.kv_heads}, got {args.query_heads}")
@@ -101,20 +109,13 @@ def _check_measured(args: argparse.Namespace, parser: argparse.ArgumentParser) -
     on_gpu = args.device.type == "cuda"
     if not torch.distributed.is_available():
         parser.error("--measure needs torch.distributed, which this torch does not have")
-    if args.commit_results and (args.out or not on_gpu):
-        parser.error("--commit-results needs a GPU, and goes without --out")
-    if Path(args.name).name != args.name or not args.name.startswith(rows.NAME):
-        parser.error(f"--name: must begin with {rows.NAME}, got {args.name}")
+    command_line.check_output(parser, args, rows.NAME)
     there = torch.cuda.device_count() if on_gpu else 2
     args.gpus = args.gpus or [1 << i for i in range(there.bit_length())]
     if on_gpu and max(args.gpus) > there:
         parser.error(f"--gpus: this host has {there}, got {max(args.gpus)}")
     args.tokens = args.tokens or list(MEASURED_TOKENS if on_gpu else SMALL_TOKENS)
     command_line.check_sizes(parser, args)
-
-
-def _integers(text: str) -> list[int]:
-    return sorted({positive_integer(word) for word in text.split(",")})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -125,7 +125,7 @@ def _measure(problem: Problem, ranks: int, device: torch.device, repeats: int, s
     attend = timed(lambda: cache.attend(q))
     attention, gather, merge = attend, 0.0, 0.0
     if ranks > 1:
-        parts = cache._parts(q.shape)
+        parts = cache._attention.parts(q.shape)
         attention = timed(lambda: cache._attend_here(q, problem.head_dim**-0.5, "auto", parts))
         gather = timed(lambda: cache._ranks.gather(parts.bytes))
         merge = timed(lambda: ck.merge_states(*parts.states()))

@@ -35,13 +35,23 @@ class format:
     @staticmethod
     def stores(codec: int, dtype: int) -> bool: ...
     @staticmethod
-    def values_per_row(codec: int) -> int: ...
+    def value_bits(codec: int) -> int: ...
+    @staticmethod
+    def scale_rows(codec: int) -> int: ...
     @staticmethod
     def value_rows(longest: int, codec: int) -> int: ...
     @staticmethod
-    def decode_table(codec: int, dtype: int) -> list[int]: ...
+    def number_table(codec: int) -> list[float]: ...
     @staticmethod
-    def bitmap_bit(element: int) -> int: ...
+    def codes(codec: int) -> list[bool]: ...
+    @staticmethod
+    def has_nan(codec: int) -> bool: ...
+    @staticmethod
+    def scale_index(token_position: int) -> int: ...
+    MAX_SCALE_LOG2: int
+    MAX_CHANNEL_SCALE_LOG2: int
+    @staticmethod
+    def bitmap_bit(element: int, codec: int) -> int: ...
     @staticmethod
     def element_table(role: int, padded_head_dim: int) -> list[int]: ...
     @staticmethod
@@ -54,6 +64,7 @@ class SparseView:
         row_offsets: int,
         token_order: int,
         channel_order: int,
+        channel_scale: int,
         role: int,
         dtype: int,
         codec: int,
@@ -69,6 +80,7 @@ class SparseView:
         tile_rows: int,
         token_order: int,
         channel_order: int,
+        channel_scale: int,
         role: int,
         dtype: int,
         codec: int,
@@ -86,7 +98,14 @@ class SparseView:
 
 class Pool:
     def __init__(
-        self, keys: SparseView, values: SparseView, key_keep: int, value_keep: int, dropped: int, error: int
+        self,
+        keys: SparseView,
+        values: SparseView,
+        key_keep: int,
+        value_keep: int,
+        dropped: int,
+        refused: int,
+        error: int,
     ) -> None: ...
 
 class cpu:
@@ -108,7 +127,7 @@ class cpu:
         threads: int,
     ) -> None: ...
     @staticmethod
-    def quantize(
+    def channel_scales(
         x: int,
         strides: Sequence[int],
         batch: int,
@@ -116,10 +135,24 @@ class cpu:
         tokens: int,
         head_dim: int,
         dtype: int,
-        codec: int,
-        out: int,
+        scales: int,
         threads: int,
     ) -> None: ...
+    @staticmethod
+    def token_scales(
+        x: int,
+        strides: Sequence[int],
+        batch: int,
+        kv_heads: int,
+        tokens: int,
+        head_dim: int,
+        dtype: int,
+        masks: int,
+        codec: int,
+        channel_scales: int,
+        scales: int,
+        threads: int,
+    ) -> int: ...
     @staticmethod
     def balance(
         masks: int,
@@ -136,7 +169,7 @@ class cpu:
         threads: int,
     ) -> None: ...
     @staticmethod
-    def pack(x: int, strides: Sequence[int], masks: int, view: SparseView, threads: int) -> None: ...
+    def pack(x: int, strides: Sequence[int], masks: int, token_scales: int, view: SparseView, threads: int) -> None: ...
     @staticmethod
     def decompress(view: SparseView, out: int, threads: int) -> None: ...
     @staticmethod
@@ -222,6 +255,23 @@ class cuda:
         masks: int,
         counts: int,
         pruned: int,
+        codec: int,
+        channel_scales: int,
+        token_scales: int,
+        refused: int,
+        stream: int,
+    ) -> None: ...
+    @staticmethod
+    def channel_scales(
+        x: int,
+        strides: Sequence[int],
+        batch: int,
+        kv_heads: int,
+        tokens: int,
+        head_dim: int,
+        dtype: int,
+        scales: int,
+        refused: int,
         stream: int,
     ) -> None: ...
     @staticmethod
@@ -243,11 +293,27 @@ class cuda:
     def deal(counts: int, heads: int, head_dim: int, channel_order: int, stream: int) -> None: ...
     @staticmethod
     def offsets(
-        longest: int, tiles: int, counts: int, heads: int, head_dim: int, row_offsets: int, totals: int, stream: int
+        longest: int,
+        tiles: int,
+        counts: int,
+        heads: int,
+        head_dim: int,
+        codec: int,
+        row_offsets: int,
+        totals: int,
+        stream: int,
     ) -> None: ...
     @staticmethod
     def pack(
-        x: int, strides: Sequence[int], masks: int, keep: int, totals: int, capacity: int, view: SparseView, stream: int
+        x: int,
+        strides: Sequence[int],
+        masks: int,
+        token_scales: int,
+        keep: int,
+        totals: int,
+        capacity: int,
+        view: SparseView,
+        stream: int,
     ) -> None: ...
     @staticmethod
     def decompress(view: SparseView, out: int, stream: int) -> None: ...

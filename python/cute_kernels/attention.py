@@ -15,7 +15,7 @@ from cute_kernels._attention.problem import launch_problem, pack_problem, pack_w
 from cute_kernels._runtime import checks, gradients, ops
 from cute_kernels._runtime.backends import check_name, resolve
 from cute_kernels._storage import arguments, tile_reader
-from cute_kernels._storage.checks import check_codec, query_side
+from cute_kernels._storage.checks import check_codecs, query_side
 from cute_kernels._storage.storage import Storage
 from cute_kernels.sparse_kv import SparseKV, storage_of
 
@@ -40,7 +40,7 @@ def sparse_attention(
 
     q: (B, Hq, Sq, D) of k's dtype, on its device, any strides but 1 in the last dimension.
     k, v: SparseKV of roles "key" and "value", alike in shape (B, Hkv, T, D), dtype and device; compressed together or
-        not, in any codec.
+        not, in any codec; on a GPU in the same one.
     scale: finite; None: 1 / sqrt(D).
     window: (k_win, v_win), each (B, Hkv, W, D) of k's dtype: dense tokens that follow the compressed ones.
     seq_lens: (B,) int32 on k's device, 0 to T: how many compressed tokens of each batch row count; the window follows
@@ -141,8 +141,7 @@ def run(
     if out is not None:
         attention_checks.apart(out, q, keys, values, k_window, v_window)
     backend = resolve(backend, q.device)
-    check_codec(keys, backend)
-    check_codec(values, backend)
+    check_codecs(keys, values, backend)
     if seq_lens is not None and backend in ("reference", "cpu"):
         attention_checks.lengths(seq_lens, keys.shape[2])
     window = None
@@ -156,7 +155,7 @@ def run(
     if not out.numel():
         return out, lse
     if backend == "reference":
-        dense = tile_reader.decompress(keys), tile_reader.decompress(values)
+        dense = tile_reader.operand(keys), tile_reader.decompress(values)
         _, computed = reference.attend(*dense, q, window=window, lengths=lengths, scale=scale, causal=causal, out=out)
         if lse is not None:
             lse.copy_(computed)

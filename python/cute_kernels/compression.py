@@ -17,7 +17,7 @@ from cute_kernels._runtime import checks, gradients, ops
 from cute_kernels._runtime.launching import address, compression_kernels
 from cute_kernels._storage import arguments, steps
 from cute_kernels._storage.checks import check_preallocated, chosen_codec
-from cute_kernels._storage.compressor import Cache, codec_kernels, compress_caches
+from cute_kernels._storage.compressor import Cache, compress_caches
 from cute_kernels._storage.storage import Storage
 from cute_kernels.rules import Magnitude, Rule
 from cute_kernels.sparse_kv import SparseKV, from_storage, storage_of
@@ -76,8 +76,9 @@ def compress(
     x, sparsity, keep, method: as for `prune`. With neither sparsity nor keep, every nonzero of x is stored exactly.
     role: "key" or "value".
     codec: how nonzeros are stored. None: as they are ("fp16" of float16, "bf16" of bfloat16), or as `out` was
-        preallocated for. "e4m3" (OCP FP8 E4M3, with backends "cpu" and "reference"): rounded after pruning to the
-        nearest of 8 bits, ties to even, beyond 448 to 448, NaN to NaN; what rounds to zero is dropped.
+        preallocated for. "fp8" (OCP FP8 E4M3), "int8", "int4": rounded after pruning to the nearest number, ties to
+        even, relative to a scale a token and one a channel, which the first 512 tokens of x decide (docs/format.md).
+        What is kept does not depend on it. "fp8" stores NaN, none of the three infinity.
     out: a cache from `SparseKV.preallocate` to fill and return, like x in shape, dtype and device, of the same role
         and codec, and preallocated for at least as many elements a token.
 
@@ -89,9 +90,9 @@ def compress(
     A rule that may keep more than `keep` elements of a token (`Rule.per_token` False) needs an `out` preallocated for
     every nonzero.
 
-    Raises what `prune` raises; TypeError or ValueError for a wrong codec, or if out does not fit x; RuntimeError if
-    there are no kernels for the codec on x's device; without out, ValueError if the storage would exceed 2^31 rows of
-    128 bytes.
+    Raises what `prune` raises; TypeError or ValueError for a wrong codec, or if out does not fit x; ValueError for
+    values that the codec cannot store, which with out on a GPU comes when the content's size is next looked at; without
+    out, ValueError if the storage would exceed 2^31 rows of 128 bytes.
     """
     checks.role(role)
     rule = rules.resolve(method)
@@ -160,15 +161,15 @@ def compress_kv(
 
 
 def _codec(codec: Any, name: str, x: Tensor, out: Storage | None) -> str:
-    """The codec to compress x with, into `out` if there is one. Raises where no kernels on x's device have it, unless
-    the call is recorded: then where it runs."""
+    """The codec to compress x with, into `out` if there is one. Raises where x's device has no kernels, unless the call
+    is recorded: then where it runs."""
     chosen = chosen_codec(codec, name, x.dtype)
     if out is not None:
         if codec is not None and chosen != out.codec:
             raise ValueError(f"{name} must be '{out.codec}', for which out was preallocated, or None, got '{codec}'")
         chosen = out.codec
     if ops.unobserved():
-        codec_kernels(chosen, x.dtype, x.device)
+        compression_kernels(x.device)
     return chosen
 
 
@@ -208,9 +209,10 @@ def _compress(caches: list[Cache]) -> list[Storage]:
 
 
 def decompress(kv: SparseKV) -> Tensor:
-    """The dense cache (B, Hkv, T, D) that `kv` holds: bit for bit what `prune` gives, rounded where the codec rounds.
+    """The dense cache (B, Hkv, T, D) that `kv` holds: bit for bit what `prune` gives. Of a codec with scales: a code's
+    number times both, rounded once to kv.dtype, to no more than its largest number; products multiply the exact value.
 
-    Raises TypeError if kv is no SparseKV; RuntimeError if the extension has no kernels for its device or codec.
+    Raises TypeError if kv is no SparseKV; RuntimeError if the extension has no kernels for its device.
     """
     storage = storage_of(kv, "kv")
     if ops.eager(*storage.tensors().values()):
@@ -257,7 +259,7 @@ def _compress_kv_out(k: Tensor, v: Tensor, *of_caches: Any) -> None:
 
 
 def _decompress(storage: Storage) -> Tensor:
-    kernels = codec_kernels(storage.codec, storage.dtype, storage.device)
+    kernels = compression_kernels(storage.device)
     out = torch.empty(storage.shape, dtype=storage.dtype, device=storage.device)
     if out.numel():
         with kernels.launch() as stream:
@@ -273,7 +275,7 @@ def _decompress_op(*packed: Any) -> Tensor:
 def _decompress_fake(
     cache: list[Tensor], max_tile_rows: int, codec: str, dtype: torch.dtype, role: str, tokens: int, head_dim: int
 ) -> Tensor:
-    blocks, _, _, channel_order = cache
+    blocks, _, _, channel_order, *_ = cache
     return blocks.new_empty((*channel_order.shape[:2], tokens, head_dim), dtype=dtype)
 
 

@@ -71,8 +71,9 @@ class KVCache(CacheRows):
         Rules that need queries or choose channels for all tokens are refused. Slots hold as much of a tile as the rule
         keeps on average (`Rule.mean_kept`). Rules other than "magnitude" prune in torch operations: they may wait for
         the device, and such a cache cannot be captured in a CUDA graph.
-    codec, key_codec, value_codec: how nonzeros are stored, as for `compress_kv`. A cache that grows stores them as they
-        are: "fp16" for float16, "bf16" for bfloat16, or None.
+    codec, key_codec, value_codec: how nonzeros are stored, as for `compress_kv`; on a GPU keys and values alike. Scales
+        of channels are chosen by the first tile of a sequence. What a codec cannot store (infinity, and NaN but in
+        "fp8") is stored as its largest or least number and counted in `statistics`.
     window: newest tokens of a sequence that are always dense; memory is taken for `capacity` of them at most.
     page_tokens: a multiple of 64.
     max_append: from 1 to 64, new tokens a sequence that `append` takes in one kernel; windows are made for them. More
@@ -80,7 +81,7 @@ class KVCache(CacheRows):
     device: a cpu or cuda device.
 
     Attributes, besides methods: the arguments max_batch, kv_heads, head_dim, dtype, capacity, window, page_tokens and
-    device, and key_keep, value_keep (0: every nonzero), key_rule, value_rule (`rules.Rule`).
+    device, and key_codec, value_codec, key_keep, value_keep (0: every nonzero), key_rule, value_rule (`rules.Rule`).
 
     Raises TypeError for a wrong class or dtype, ValueError for a wrong shape, range or device, RuntimeError where no
     kernels run on the device.
@@ -136,6 +137,7 @@ class KVCache(CacheRows):
         self.kv_heads, self.head_dim = made_for.kv_heads, made_for.head_dim
         self.dtype, self.device = made_for.dtype, made_for.device
         self.window, self.page_tokens = made_for.window, made_for.page_tokens
+        self.key_codec, self.value_codec = made_for.key_codec, made_for.value_codec
         self.key_keep, self.value_keep = made_for.keys.kept, made_for.values.kept
         self.key_rule, self.value_rule = made_for.keys.rule, made_for.values.rule
 
@@ -165,6 +167,7 @@ class KVCache(CacheRows):
         pages, pages_free, pages_shared: of the pool; reserved ones are not free. page_bytes: size of one.
         key_tiles_trimmed, key_values_dropped, value_tiles_trimmed, value_values_dropped: since the cache was made,
             tiles that exceeded their slots, and nonzeros that they lost.
+        key_values_refused, value_values_refused: since then, nonzeros that the codec could not store as they were.
         """
         core = self._core
         core.refresh("statistics")

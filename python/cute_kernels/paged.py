@@ -52,6 +52,7 @@ from cute_kernels._cache.slot_rows import SlotRows
 from cute_kernels._runtime import checks, gradients, ops
 from cute_kernels._runtime.backends import check_name
 from cute_kernels._runtime.extension import _C
+from cute_kernels._storage.checks import chosen_codec
 
 __all__ = [
     "PageConfig",
@@ -81,6 +82,7 @@ def configure(
     keep: int | None = None,
     key_keep: int | None = None,
     value_keep: int | None = None,
+    codec: str | None = None,
     window: int = 32,
     page_tokens: int = 64,
     max_append: int = 64,
@@ -90,6 +92,7 @@ def configure(
     kv_heads, head_dim: Hkv, and D, a multiple of 8 up to 256. dtype: float16 or bfloat16, of k and v.
     sparsity, keep, key_keep, value_keep: what is kept of every token, as for `compress_kv`; with none of them every
         nonzero is.
+    codec: how nonzeros are stored, as for `compress`.
     window: newest tokens of a sequence that are dense at least. page_tokens: a multiple of 64.
     max_append: from 1 to 64, new tokens a sequence that `append` takes.
 
@@ -107,6 +110,7 @@ def configure(
     both = checks.kept_elements(channels, sparsity, keep)
     kept_k = both if key_keep is None else checks.kept_elements(channels, None, key_keep, "key_keep")
     kept_v = both if value_keep is None else checks.kept_elements(channels, None, value_keep, "value_keep")
+    chosen = chosen_codec(codec, "codec", dtype)
     page = at_least(page_tokens, "page_tokens", TILE_TOKENS)
     if page % TILE_TOKENS:
         raise ValueError(f"page_tokens must be a multiple of {TILE_TOKENS}, got {page}")
@@ -120,11 +124,13 @@ def configure(
         key_keep=kept_k,
         value_keep=kept_v,
         tiles_per_page=page // TILE_TOKENS,
-        slot_rows=SlotRows.holding(padded, kept_k, kept_v),
+        slot_rows=SlotRows.holding(padded, kept_k, kept_v, chosen, chosen),
         shares_orders=True,
         recent=at_least(window, "window", 0),
         max_append=at_once,
         stores_full=True,
+        key_codec=chosen,
+        value_codec=chosen,
     )
 
 
@@ -167,8 +173,9 @@ def make_windows(config: PageConfig, tensors: Mapping[str, Tensor]) -> Windows:
 
 
 def choose_orders(pool: Pool, k: Tensor, v: Tensor) -> None:
-    """Chooses the layer's channel orders by these tokens' nonzeros, so that tiles of tokens like them are short. Until
-    then channels are in the order of memory: tiles are as right, but longer, and more of them have to be trimmed.
+    """Chooses the layer's channel orders by these tokens' nonzeros, so that tiles of tokens like them are short, and of
+    narrow codecs the scales of channels. Until then channels are in the order of memory, and their scales are 1: tiles
+    are as right, but longer, and more of them have to be trimmed.
 
     k, v: (n, Hkv, T, D) in the pool's dtype, any strides but 1 in the last dimension: the first prompts, or tokens for
         calibration. Tiles that are stored already cannot be read any more: call it before the first.
@@ -204,7 +211,8 @@ def store(pool: Pool, k: Tensor, v: Tensor, sequences: Tensor, first_tiles: Tens
 def append(
     pool: Pool, windows: Windows, lengths: Tensor, k: Tensor, v: Tensor, sequences: Tensor | None = None
 ) -> None:
-    """Puts m <= max_append new tokens of each row into its sequence's window.
+    """Puts m new tokens of each row into its sequence's window: max_append of them always fit, up to 64 where there is
+    room.
 
     A tile is stored, pruned and compressed, when its 64th token arrives. Where a window then holds `window` + 64 tokens
     or more, its oldest 64 leave it and `lengths` grows by 64: they are read from their page from then on.
@@ -236,7 +244,7 @@ def append(
 def extend(
     pool: Pool,
     windows: Windows,
-    lengths: Tensor,
+    lengths: Tensor | None,
     k: Tensor,
     v: Tensor,
     *,
@@ -249,7 +257,7 @@ def extend(
 
     k, v: (1, Hkv, T, D) in the pool's dtype, any strides but 1 in the last dimension.
     sequence: its number. compressed, window: what lengths[sequence] and windows.lengths[sequence] are; both are set to
-        what they become.
+        what they become, unless lengths is None: then the caller sets them.
 
     Tiles without a page are left out, and `pool.error` is set.
 
@@ -263,7 +271,8 @@ def extend(
     cache_checks.new_tokens(pool, k, v)
     if k.shape[0] != 1:
         raise ValueError(f"k must have one row, got shape {tuple(k.shape)}")
-    _check_lengths(lengths, pool)
+    if lengths is not None:
+        _check_lengths(lengths, pool)
     number = checks.integer(sequence, "sequence")
     if not 0 <= number < pool.sequences:
         raise ValueError(f"sequence must be from 0 to {pool.sequences - 1}, got {number}")

@@ -12,7 +12,7 @@ from cute_kernels._runtime.backends import check_name, resolve
 from cute_kernels._runtime.extension import _C, DTYPE_CODES
 from cute_kernels._runtime.launching import launch
 from cute_kernels._storage import arguments, tile_reader
-from cute_kernels._storage.checks import check_codec, query_side
+from cute_kernels._storage.checks import query_side
 from cute_kernels._storage.storage import Storage
 from cute_kernels.sparse_kv import SparseKV, storage_of
 
@@ -111,7 +111,6 @@ def run_qk(
     stages_ahead: depth of the GPU kernels' pipeline, for measurements; 0 lets them choose.
     """
     backend = resolve(backend, q.device)
-    check_codec(keys, backend)
     batch, q_heads, q_tokens, _ = q.shape
     if out is None:
         out = q.new_empty(batch, q_heads, q_tokens, keys.shape[2], dtype=out_dtype)
@@ -120,7 +119,7 @@ def run_qk(
     if out.numel() == 0:
         return out
     if backend == "reference":
-        return reference.qk(q, tile_reader.decompress(keys), scale, out)
+        return reference.qk(q, tile_reader.operand(keys), scale, out)
     q = checks.plain(q)
     strides, dtype = q.stride()[:3], DTYPE_CODES[out_dtype]
     operands = keys.view(), q.data_ptr(), strides, q_heads, q_tokens, scale, out.data_ptr(), dtype
@@ -134,7 +133,6 @@ def run_qk(
 def run_av(p: Tensor, values: Storage, backend: str, out: Tensor | None = None, *, stages_ahead: int = 0) -> Tensor:
     """sparse_av, as `run_qk` does sparse_qk."""
     backend = resolve(backend, p.device)
-    check_codec(values, backend)
     batch, q_heads, q_tokens, tokens = p.shape
     if out is None:
         out = p.new_empty(batch, q_heads, q_tokens, values.shape[3], dtype=values.dtype)
@@ -146,7 +144,7 @@ def run_av(p: Tensor, values: Storage, backend: str, out: Tensor | None = None, 
         out.detach().zero_()  # like kernels, without autograd: out may require a gradient
         return out
     if backend == "reference":
-        return reference.av(p, tile_reader.decompress(values), out)
+        return reference.av(p, tile_reader.operand(values), out)
     p = checks.plain(p)
     strides, dtype = p.stride()[:3], DTYPE_CODES[p.dtype]
     operands = values.view(), p.data_ptr(), strides, dtype, q_heads, q_tokens, out.data_ptr()

@@ -26,7 +26,7 @@ class SparseKV:
 
     shape: torch.Size (B, Hkv, T, D) of the cache it stands for.
     dtype: torch.float16 or torch.bfloat16, of the cache that was compressed and of what `decompress` gives.
-    codec: how nonzeros are stored: "fp16" and "bf16" as they are, "e4m3" rounded to 8 bits.
+    codec: how nonzeros are stored: "fp16" and "bf16" as they are; "fp8", "int8" and "int4" rounded, relative to scales.
     tile_format: where nonzeros are and in which order: "bitmap".
     device: where the storage lies.
     role: "key" or "value"; decides how tiles are laid out, and so which product takes it.
@@ -37,6 +37,8 @@ class SparseKV:
     token_order: uint8 (B, Hkv, N, 64), token position in a tile -> token, counted from the tile's first. Caches that
         were compressed together share this tensor.
     channel_order: uint8 (B, Hkv, Dp), channel position -> channel.
+    channel_scale: bfloat16 (B, Hkv, Dp), by channel position; None for "fp16" and "bf16". Scales of tokens are in
+        blocks.
     max_tile_rows: rows of the longest block.
     """
 
@@ -71,7 +73,7 @@ class SparseKV:
         and may take longer than on a storage that `compress` sized; `kv.to_exact_size()` gives such a one.
 
         Raises TypeError for a wrong class or dtype; ValueError for a wrong shape, role, codec, device or range, and for
-        more than 2^31 rows; RuntimeError without a CUDA device, or without kernels for the codec on the device.
+        more than 2^31 rows; RuntimeError without a CUDA device.
         """
         return from_storage(preallocated(shape, dtype, role, sparsity, keep, codec, device))
 
@@ -126,6 +128,10 @@ class SparseKV:
         return self._storage.channel_order
 
     @property
+    def channel_scale(self) -> Tensor | None:
+        return self._storage.channel_scale
+
+    @property
     def max_tile_rows(self) -> int:
         return self._storage.exact().max_tile_rows
 
@@ -139,7 +145,7 @@ class SparseKV:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all storage: blocks, offsets and orders."""
+        """Bytes of all storage: blocks, offsets, orders and scales."""
         return sum(tensor.nbytes for tensor in self._storage.exact().tensors().values())
 
     @property
@@ -161,7 +167,8 @@ class SparseKV:
         return from_storage(exact.with_tensors({name: tensor.to(target) for name, tensor in exact.tensors().items()}))
 
     def state_dict(self) -> dict[str, Any]:
-        """The storage as {"blocks", "row_offsets", "token_order", "channel_order": Tensor, "metadata": dict}.
+        """The storage as {"blocks", "row_offsets", "token_order", "channel_order": Tensor, "metadata": dict}, and
+        "channel_scale" where the codec has scales.
 
         The tensors are the storage itself, not copies; the metadata holds strings, integers and a list, as JSON can.
         torch.save takes the dict as it is, and torch.load with weights_only=True gives it back. With safetensors::

@@ -185,5 +185,5 @@ def test_tables_are_real_after_a_fake_first_use(x):
     kv = ck.compress(x[..., :40].contiguous(), role="key")
     tile_reader.tile_layout.cache_clear()
     with FakeTensorMode():
-        tile_reader.tile_layout("key", 64, torch.device("cpu"))
+        tile_reader.tile_layout("key", 64, "fp16", torch.device("cpu"))
     assert kv.nnz == int((x[..., :40] != 0).sum())

@@ -53,6 +53,7 @@ class Pool:
                 _C.SparseView.paged(
                     self.blocks.data_ptr(),
                     *(tensor.data_ptr() for tensor in of_role),
+                    0,
                     ROLE_CODES[kv.role],
                     DTYPE_CODES[kv.dtype],
                     CODEC_CODES[kv.codec],

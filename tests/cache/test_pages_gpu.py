@@ -69,6 +69,58 @@ def test_gpu_writes_the_bits_of_the_cpu(head_dim, keep, dtype, rng):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", oracle.DTYPES, ids=str)
+@pytest.mark.parametrize("codecs", [("fp8", "fp8"), ("int8", "int4"), ("int4", "fp8")], ids="-".join)
+@pytest.mark.parametrize("head_dim, keep", [(64, 5), (96, 38), (128, 0), (256, 200)])
+def test_narrow_codecs_have_the_bits_of_the_cpu(head_dim, keep, codecs, dtype, rng):
+    """The same, with scales; keys and values differ in codec, which storing serves."""
+    padded = _C.format.padded_head_dim(head_dim)
+    whole = SlotRows.holding(padded, keep, keep, *codecs)
+    tight = SlotRows(max(whole.keys - 6, padded // 16 + 2), whole.values, whole.both - 6)
+    histories = [
+        History.start(
+            make_pool(
+                torch.device(device),
+                sequences=5,
+                tiles_per_page=2,
+                head_dim=head_dim,
+                dtype=dtype,
+                key_keep=keep,
+                value_keep=keep,
+                key_codec=codecs[0],
+                value_codec=codecs[1],
+                slot_rows=tight if keep else whole,
+            ),
+            32,
+        )
+        for device in ("cpu", "cuda")
+    ]
+    x = torch.stack(
+        [
+            oracle.lognormal_channels(4, 2, 3 * TILE, head_dim).to(dtype),
+            oracle.random_bits(4, 2, 3 * TILE, head_dim, dtype=dtype),
+        ]
+    )
+    x[:, (1, 3)] = x[:, (1, 3)].nan_to_num()  # of rows that are left out a GPU counts what cannot be stored, too
+    for history in histories:
+        pool, device = history.pool, history.pool.device
+        for new_order in (True, None, False):
+            places = index(1, -1, 0, 3, device=device), index(0, 0, 1, 7, device=device)
+            page_pool.store(pool, x[0].to(device), x[1].to(device), *places, new_order)
+        history.lengths[:2] = index(3 * TILE, 4 * TILE).to(device)
+    for _ in range(8):
+        new = oracle.gaussian(2, 5, 2, rng.randrange(1, 65), head_dim, dtype=dtype)
+        for history in histories:
+            history.append(new, None)
+    same_state(*(state(history.pool, history.windows) for history in histories))
+    for sequence in (0, 1, 4):
+        loaded = [page_pool.load(history.pool, sequence, 0, 2) for history in histories]
+        for on_cpu, on_gpu in zip(*loaded):
+            assert oracle.same_bits(on_cpu.nan_to_num(), on_gpu.cpu().nan_to_num())
+    assert keep == 0 or int(histories[0].pool.dropped[0, 1]) > 0
+
+
+@pytest.mark.gpu
 def test_append_in_a_graph(rng):
     """A captured append, replayed while lengths grow, does what eager calls do."""
     device = torch.device("cuda")

@@ -15,7 +15,7 @@ if not dist.is_available():
     pytest.skip("torch without distributed", allow_module_level=True)
 
 from cute_kernels.distributed import PendingAttention, ShardedKVCache
-from cute_kernels.distributed.cache import _CHECKED_EVERY
+from cute_kernels.distributed.attention import _CHECKED_EVERY
 from cute_kernels.distributed.ranks import Ranks
 from cute_kernels.rules import ChannelMagnitude
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+import cute_kernels as ck
 from tests.fuzz.case import Case
 
 # Of a term: what the API promises of results in a cache's dtype. float32 logits are much better than that.
@@ -12,6 +13,11 @@ TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1e-2, torch.float32: 2e-5}
 LARGEST = {torch.float16: 65504.0, torch.bfloat16: 3e38, torch.float32: 3e38}
 _LEAST = {torch.float16: 2.0**-24, torch.bfloat16: 1e-37, torch.float32: 1e-37}  # results below may be rounded to zero
 IN_RANGE = 1e37  # sums of magnitudes up to here do not overflow in float32
+
+
+def tolerance_of(kv: ck.SparseKV, dtype: torch.dtype) -> float:
+    """Of results in a dtype: a GPU rounds q, or p, times the scales of a narrow codec to float16."""
+    return max(TOLERANCE[dtype], 1e-3) if kv.channel_scale is not None else TOLERANCE[dtype]
 
 
 def close(case: Case, got: Tensor, want: Tensor, terms: Tensor, tolerance: float, what: str) -> None:

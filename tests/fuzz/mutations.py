@@ -15,7 +15,7 @@ from tests.fuzz.case import Case
 
 EXTREMES = (0, 1, -1, 2, 63, 64, 127, 128, 255, 2**15 - 1, -(2**15), 2**31 - 1, -(2**31), 2**62, -(2**63))
 _NUMBERS = (0, 1, -1, 3, 64, 2**31, 2**40, 2**63 - 1, 2**63, 10**400, 0.5, float("nan"))
-_WORDS = ("", "key", "value", "x", "fp16", "bf16", "e4m3", "float16", "bfloat16", "bitmap", b"key")
+_WORDS = ("", "key", "value", "x", "fp16", "bf16", "fp8", "int4", "e4m3", "float16", "bfloat16", "bitmap", b"key")
 _JUNK = (None, True, *_NUMBERS, *_WORDS, [], [1], [2, 2, 150, 80], (1,), {}, [[]])
 
 
@@ -204,7 +204,7 @@ def _of_metadata(rng: random.Random, state: dict[str, Any]) -> str:
         metadata[name] = "value" if value == "key" else "key"
     elif name in ("dtype", "codec") and rng.random() < 0.6:
         other = {"float16": ("bfloat16", "bf16"), "bfloat16": ("float16", "fp16")}
-        metadata["dtype"], metadata["codec"] = other.get(str(metadata.get("dtype")), ("float16", "e4m3"))
+        metadata["dtype"], metadata["codec"] = other.get(str(metadata.get("dtype")), ("float16", "int8"))
     else:
         metadata[name] = junk(rng)
     return f"metadata: {name} {metadata.get(name)!r}"

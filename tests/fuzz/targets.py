@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 
-from tests.fuzz import arguments, attention, cache, compression, merging, mustafar, products, storage
+from tests.fuzz import arguments, attention, cache, compression, merging, mustafar, paged, products, storage
 from tests.fuzz.case import Case
 
 Target = Callable[[Case], None]
@@ -16,6 +16,7 @@ TARGETS: dict[str, Target] = {
     "attention": attention.run,
     "merging": merging.run,
     "cache": cache.run,
+    "paged": paged.run,
     "storage": storage.run,
     "arguments": arguments.run,
     "mustafar": mustafar.run,

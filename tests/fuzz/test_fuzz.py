@@ -15,6 +15,7 @@ CASES = {
     "attention": 150,
     "merging": 400,
     "cache": 80,
+    "paged": 40,
     "storage": 1200,
     "arguments": 500,
     "mustafar": 600,

@@ -6,7 +6,10 @@
 #include <cstdint>
 #include <limits>
 #include <random>
+#include <set>
 #include <string>
+#include <tuple>
+#include <type_traits>
 #include <vector>
 
 #include "check.hpp"
@@ -55,79 +58,108 @@ uint32_t nearest_e4m3(double magnitude) {
 
 void check_e4m3() {
   check(e4m3_magnitude(0x7e) == 448 && e4m3_magnitude(1) == std::ldexp(1, -9), "the numbers of e4m3");
-  for (DType dtype : {DType::kFloat16, DType::kBFloat16}) {
+  for (DType dtype : {DType::kFloat16, DType::kBFloat16})
     for (uint32_t bits = 0; bits < 0x10000; ++bits) {
       double const value = value_of(static_cast<uint16_t>(bits), dtype);
-      uint32_t const stored = E4m3Codec::encode(static_cast<uint16_t>(bits), dtype);
+      uint32_t const stored = Fp8Codec::encode(static_cast<float>(value));
       uint32_t const magnitude = std::isnan(value) ? 0x7f : nearest_e4m3(std::fabs(value));
-      check(stored == (magnitude | (bits >> 15 << 7)), "e4m3 encode", dtype, bits, stored);
-      check(E4m3Codec::is_zero(stored) == (magnitude == 0), "e4m3 is_zero", dtype, bits);
+      check(stored == (magnitude | (magnitude == 0x7f ? 0 : bits >> 15 << 7)), "fp8 encode", dtype, bits, stored);
     }
-    for (uint32_t stored = 0; stored < 0x100; ++stored) {
-      uint16_t const bits = E4m3Codec::decode(stored, dtype);
-      double const exact = e4m3_magnitude(stored & 0x7f), got = value_of(bits & 0x7fff, dtype);
-      check(std::isnan(exact) ? std::isnan(got) : got == exact, "e4m3 decode", dtype, stored);
-      check(bits >> 15 == stored >> 7, "e4m3 decode keeps the sign", dtype, stored);
-      check(E4m3Codec::encode(bits, dtype) == stored, "e4m3 there and back", dtype, stored);
-    }
+  for (uint32_t code = 0; code < 0x100; ++code) {
+    double const exact = e4m3_magnitude(code & 0x7f), number = Fp8Codec::number(code);
+    check(std::isnan(exact) ? std::isnan(number) : number == (code & 0x80 ? -exact : exact), "fp8 number", code);
+    check(Fp8Codec::is_code(code) == (Fp8Codec::encode(Fp8Codec::number(code)) == code), "fp8 there and back", code);
   }
-  // A tie, the last number that is not above it, and one that rounds up to the next power of two.
-  static_assert(E4m3Codec::encode(0x3c40, DType::kFloat16) == 0x38, "1 + 1/16 is half way to 1 + 1/8: 1 is even");
-  static_assert(E4m3Codec::encode(0x3cc0, DType::kFloat16) == 0x3a, "1 + 3/16 is half way: 1 + 2/8 is even");
-  static_assert(E4m3Codec::encode(0x3fff, DType::kFloat16) == 0x40, "just below 2 is 2");
-  static_assert(E4m3Codec::encode(0x7c00, DType::kFloat16) == 0x7e, "infinity is 448");
+  check(Fp8Codec::encode(1 + 1.f / 16) == 0x38, "1 + 1/16 is half way to 1 + 1/8: 1 is even");
+  check(Fp8Codec::encode(1 + 3.f / 16) == 0x3a, "1 + 3/16 is half way: 1 + 2/8 is even");
+  check(Fp8Codec::encode(std::nextafter(2.f, 0.f)) == 0x40, "just below 2 is 2");
+  check(Fp8Codec::encode(std::ldexp(1.f, -10)) == 0, "half of the smallest is a tie: 0 is even");
+  check(Fp8Codec::encode(std::nextafter(std::ldexp(1.f, -10), 1.f)) == 1, "above half of the smallest");
+  check(Fp8Codec::encode(464) == 0x7e && Fp8Codec::encode(INFINITY) == 0x7e, "saturates");
 }
 
-void check_halves() {
-  for (uint32_t bits = 0; bits < 0x10000; ++bits) {
-    auto const b = static_cast<uint16_t>(bits);
-    check(Fp16Codec::encode(b, DType::kFloat16) == bits && Fp16Codec::decode(bits, DType::kFloat16) == b, "fp16", bits);
-    check(Bf16Codec::encode(b, DType::kBFloat16) == bits && Bf16Codec::decode(bits, DType::kBFloat16) == b, "bf16",
-          bits);
-    check(Fp16Codec::is_zero(bits) == (value_of(b, DType::kFloat16) == 0), "fp16 is_zero", bits);
-    check(Bf16Codec::is_zero(bits) == (value_of(b, DType::kBFloat16) == 0), "bf16 is_zero", bits);
-  }
-}
-
-// What the codecs have in common.
 template <class Codec>
-void check_codec_bits(DType dtype) {
-  uint32_t const most = (1u << Codec::kValueBits) - 1;
+void check_integers() {
+  float const most = Codec::kLargest;
+  for (float x = -2 * most; x <= 2 * most; x += 0.25f) {
+    double const expected = std::fmax(-most, std::fmin(most, std::nearbyint(static_cast<double>(x))));
+    uint32_t const code = Codec::encode(x);
+    check(Codec::number(code) == expected && Codec::is_code(code), "integer encode", Codec::kId, 4 * x, code);
+  }
+  check(Codec::number(Codec::encode(-INFINITY)) == -most && Codec::number(Codec::encode(NAN)) == -most, "saturates");
+  check(!Codec::is_code(0) && Codec::encode(0) == static_cast<uint32_t>(most) + 1, "0 is no code", Codec::kId);
+}
+
+void check_scales() {
+  std::set<int> entries;
+  for (int p = 0; p < kTileTokens; ++p) entries.insert(scale_index(p));
+  check(entries.size() == kTileTokens && *entries.begin() == 0 && *entries.rbegin() == kTileTokens - 1, "scale_index");
+  std::mt19937 random(1);
+  for (int i = 0; i < 10000; ++i) {
+    float const largest = std::ldexp(1.f + random() % 4096 / 4096.f, static_cast<int>(random() % 60) - 30);
+    for (float codec_largest : {7.f, 127.f, 448.f}) {
+      double const scale = scale_value(token_scale(largest, codec_largest)), exact = largest / double{codec_largest};
+      check(scale * 1.0000001 >= exact && scale <= exact * (1 + 1 / 127.), "a token's scale is rounded up", i);
+    }
+  }
+  check(scale_value(token_scale(0, 7)) == 1 && scale_value(token_scale(INFINITY, 7)) == std::ldexp(1, 48) &&
+            scale_value(token_scale(std::ldexp(1.f, -140), 7)) == std::ldexp(1, -48),
+        "the bounds of a token's scale");
+}
+
+// What the codecs have in common: where the values of streams lie.
+template <class Codec>
+void check_codec_bits() {
+  constexpr int kBits = Codec::kValueBits;
+  uint32_t const most = (1u << kBits) - 1;
+  std::set<std::tuple<int, int>> places;
   for (int stream = 0; stream < BitmapTile::kStreams; ++stream)
-    for (int rank = 0; rank < 5; ++rank) {
-      int const shift = 16 * stream + Codec::kValueBits * (rank % Codec::kValuesPerRow);
+    for (int rank = 0; rank < 16; ++rank) {
+      bool const narrow = kBits < 16;
+      int const row = narrow ? 2 * (rank / (32 / kBits)) + stream : rank;
+      int const shift = narrow ? kBits * (rank % (32 / kBits)) : 16 * stream;
+      check(Codec::value_row(stream, rank) == row && row < Codec::value_rows(rank + 1), "value_row", stream, rank);
       check(Codec::place(most, stream, rank) == most << shift, "place", Codec::kId, stream, rank);
       check(Codec::extract(~(most << shift), stream, rank) == 0, "extract nothing else", Codec::kId, stream, rank);
       check(Codec::extract(most << shift, stream, rank) == most, "extract", Codec::kId, stream, rank);
-      for (uint32_t stored = 0; stored <= most; ++stored) {
-        bool const finite = std::isfinite(value_of(Codec::decode(stored, dtype), dtype));
-        check(Codec::all_finite(Codec::place(stored, stream, rank)) == finite, "all_finite", Codec::kId, stored);
-      }
+      check(places.insert({row, shift}).second, "no place twice", Codec::kId, stream, rank);
     }
-  for (int longest = 0; longest < 10; ++longest)
-    check(
-        Codec::value_rows(longest) == static_cast<int>(std::ceil(longest / static_cast<double>(Codec::kValuesPerRow))),
-        "value_rows", Codec::kId, longest);
+  for (int longest = 0; longest < 40; ++longest) {
+    int const rows = Codec::value_rows(longest);
+    check(Codec::most_values(rows) >= longest && Codec::most_values(rows - Codec::kWordRows) < std::max(longest, 1),
+          "value_rows", Codec::kId, longest);
+  }
   check(codec_name(Codec::kId) == std::string(Codec::kName), "visit_codec", Codec::kId);
 }
 
-// A tile of random bits, of which about `density` are nonzero: to a block and back, and read by the rules of the
-// format.
+// A tile of random numbers, of which about `density` are nonzero: to a block and back, and read by the rules of the
+// format. Scales of channels are 1, those of tokens powers of two.
 template <class Codec>
 void check_block(Role role, int head_dim, DType dtype, double density, std::mt19937& random) {
+  constexpr int kBits = Codec::kValueBits;
   int const elements = BitmapTile::lane_elements(head_dim), bitmap_rows = BitmapTile::bitmap_rows(head_dim);
   std::vector<uint16_t> const& table = cpu::element_table(role, head_dim);
   auto position = [&](int lane, int e) { return table[lane * elements + e]; };
   std::vector<uint16_t> dense(kTileTokens * head_dim), back(dense.size(), 0xaaaa);
+  std::vector<uint16_t> channel_scales(head_dim, kScaleOfOne), token_scales(kTileTokens);
+  for (uint16_t& scale : token_scales) scale = static_cast<uint16_t>((126 + random() % 2) << 7);
+  auto scale_of = [&](int p) { return scale_value(token_scales[scale_index(p / head_dim)]); };
+  uint16_t const one = dtype == DType::kFloat16 ? 0x3c00 : 0x3f80, step = dtype == DType::kFloat16 ? 0x400 : 0x80;
   std::bernoulli_distribution present(density);
-  for (uint16_t& bits : dense) bits = present(random) ? static_cast<uint16_t>(random()) : static_cast<uint16_t>(0);
-  dense[5] = 0x8000;  // -0
-
+  for (uint16_t& bits : dense) {  // powers of two from 1 to 4 times either sign, which every codec has
+    if (!present(random)) continue;
+    bits = static_cast<uint16_t>(Codec::kHasScales ? (one + random() % 3 * step) | (random() % 2 << 15) : random());
+    if ((bits & 0x7fff) == 0) bits = 0;
+  }
   std::vector<uint32_t> expected[kLanes][2];  // the streams
   for (int lane = 0; lane < kLanes; ++lane)
     for (int e = 0; e < elements; ++e) {
-      uint32_t const stored = Codec::encode(dense[position(lane, e)], dtype);
-      if (value_of(Codec::decode(stored, dtype), dtype) != 0) expected[lane][e % 2].push_back(stored);
+      int const p = position(lane, e);
+      if (!dense[p]) continue;
+      if constexpr (Codec::kHasScales)
+        expected[lane][e % 2].push_back(Codec::encode(static_cast<float>(value_of(dense[p], dtype)) / scale_of(p)));
+      else
+        expected[lane][e % 2].push_back(dense[p]);
     }
   size_t longest = 0;
   for (auto& lane : expected)
@@ -138,35 +170,40 @@ void check_block(Role role, int head_dim, DType dtype, double density, std::mt19
   view.dtype = dtype;
   view.codec = Codec::kId;
   view.head_dim = view.padded_head_dim = head_dim;
-  int const value_rows = Codec::value_rows(static_cast<int>(longest)), rows = bitmap_rows + value_rows;
+  int const first_row = bitmap_rows + Codec::kHasScales;
+  int const value_rows = Codec::value_rows(static_cast<int>(longest)), rows = first_row + value_rows;
   std::vector<uint32_t> block(rows * kLanes, ~0u);
-  cpu::write_block(view, dense.data(), rows, block.data());
-  cpu::read_block(view, block.data(), rows, back.data());
+  cpu::write_block(view, dense.data(), {token_scales.data(), channel_scales.data()}, rows, block.data());
+  cpu::read_block(view, block.data(), channel_scales.data(), rows, back.data());
+  bool const clamps = std::is_same_v<Codec, Int4Codec>;  // 4 / 0.5 is 7 there
   bool good = true;
   for (size_t i = 0; i < dense.size(); ++i) {
-    uint32_t const stored = Codec::encode(dense[i], dtype);
-    good = good && back[i] == (Codec::is_zero(stored) ? 0 : Codec::decode(stored, dtype));
+    double const x = value_of(dense[i], dtype), most = 7 * scale_of(static_cast<int>(i));
+    good = good && (clamps ? value_of(back[i], dtype) == std::fmax(-most, std::fmin(most, x)) : back[i] == dense[i]);
   }
   check(good, "a block and back", Codec::kId, head_dim, 10 * density);
 
-  constexpr int kBytes = Codec::kValueBits / 8;
   good = true;
   for (int lane = 0; lane < kLanes; ++lane) {
-    auto byte = [&](int row, int i) { return block[(bitmap_rows + row) * kLanes + lane] >> 8 * i & 0xff; };
+    std::vector<uint32_t> left(value_rows * (32 / kBits));  // what no stream has is zero
+    for (size_t i = 0; i < left.size(); ++i)
+      left[i] =
+          block[(first_row + i / (32 / kBits)) * kLanes + lane] >> kBits * (i % (32 / kBits)) & ((1u << kBits) - 1);
     for (int s = 0; s < 2; ++s)
-      for (int i = 0; i < 2 * value_rows; i += kBytes) {  // bytes of the stream
-        size_t const rank = static_cast<size_t>(i / kBytes);
-        uint32_t stored = byte(i / 2, 2 * s + i % 2);
-        if (kBytes == 2) stored |= byte(i / 2, 2 * s + 1) << 8;
-        good = good && stored == (rank < expected[lane][s].size() ? expected[lane][s][rank] : 0);
+      for (size_t rank = 0; rank < expected[lane][s].size(); ++rank) {
+        size_t const words = rank / (32 / kBits),
+                     i = kBits == 16 ? 2 * rank + s : (2 * words + s) * (32 / kBits) + rank % (32 / kBits);
+        good = good && left[i] == expected[lane][s][rank];
+        left[i] = 0;
       }
+    good = good && std::all_of(left.begin(), left.end(), [](uint32_t x) { return x == 0; });
     for (int e = 0; e < elements; ++e) {
-      uint32_t const word = block[e / 32 * kLanes + lane];
-      bool const bit = word >> (2 * (e / 8 % 4) + e % 2 + 8 * (e / 2 % 4)) & 1;
-      good = good && bit == (value_of(back[position(lane, e)], dtype) != 0);
+      int const atom = e / 8 % 4, entry = e / 2 % 4;
+      int const bit = kBits == 16 ? 2 * atom + e % 2 + 8 * entry : 16 * (atom / 2) + 4 * entry + 2 * (atom % 2) + e % 2;
+      good = good && (block[e / 32 * kLanes + lane] >> bit & 1) == (dense[position(lane, e)] != 0);
     }
   }
-  check(good, "bytes of a block", Codec::kId, head_dim, 10 * density);
+  check(good, "bits of a block", Codec::kId, head_dim, 10 * density);
 }
 
 template <class Codec>
@@ -188,24 +225,29 @@ bool throws_invalid_argument(F&& f) {
 }
 
 void check_refusals() {
-  check(throws_invalid_argument([] { codec_name(static_cast<CodecId>(3)); }), "no codec 3");
+  check(throws_invalid_argument([] { codec_name(static_cast<CodecId>(5)); }), "no codec 5");
   check(throws_invalid_argument([] { check_codec(CodecId::kFp16, DType::kBFloat16); }), "fp16 stores no bfloat16");
-  check(throws_invalid_argument([] { check_codec(CodecId::kE4m3, DType::kFloat32); }), "e4m3 stores no float32");
+  check(throws_invalid_argument([] { check_codec(CodecId::kFp8, DType::kFloat32); }), "fp8 stores no float32");
   check(throws_invalid_argument([] { own_codec(DType::kFloat32); }), "float32 has no codec");
   check(own_codec(DType::kFloat16) == CodecId::kFp16 && own_codec(DType::kBFloat16) == CodecId::kBf16, "own codecs");
 }
 
+template <class... Codecs>
+void check_narrow_codecs() {
+  (check_codec_bits<Codecs>(), ...);
+  for (DType dtype : {DType::kFloat16, DType::kBFloat16}) (check_blocks<Codecs>(dtype), ...);
+}
+
 int main() {
   check_e4m3();
-  check_halves();
-  check_codec_bits<Fp16Codec>(DType::kFloat16);
-  check_codec_bits<Bf16Codec>(DType::kBFloat16);
-  check_codec_bits<E4m3Codec>(DType::kFloat16);
-  check_codec_bits<E4m3Codec>(DType::kBFloat16);
+  check_integers<Int8Codec>();
+  check_integers<Int4Codec>();
+  check_scales();
+  check_codec_bits<Fp16Codec>();
+  check_codec_bits<Bf16Codec>();
   check_blocks<Fp16Codec>(DType::kFloat16);
   check_blocks<Bf16Codec>(DType::kBFloat16);
-  check_blocks<E4m3Codec>(DType::kFloat16);
-  check_blocks<E4m3Codec>(DType::kBFloat16);
+  check_narrow_codecs<Fp8Codec, Int8Codec, Int4Codec>();
   check_refusals();
   return report();
 }

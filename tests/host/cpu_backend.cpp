@@ -36,7 +36,9 @@ void check_structure() {
   check(threw, "no layout for 96 channels");
   for (int e = 0; e < TileFormat::kWordElements; ++e) {
     int entry = e / kStreams, stream = TileFormat::stream(e);
-    check(shuffle_bits(1u << TileFormat::bitmap_bit(e)) == 1u << (kMaskEntries * stream + entry), "shuffle_bits", e);
+    uint32_t const shuffled = 1u << (kMaskEntries * stream + entry);
+    check(shuffle_bits(1u << TileFormat::bitmap_bit(e)) == shuffled, "shuffle_bits", e);
+    check(shuffle_narrow_bits(1u << TileFormat::bitmap_bit<4>(e)) == shuffled, "shuffle_narrow_bits", e);
   }
   bool seen[kPairBlock] = {};
   for (int index = 0; index < kPairBlock; ++index) {

@@ -44,7 +44,24 @@ void check_element_layout() {
   int const bitmap = Tile::bitmap_rows(HeadDim);
   check(Tile::max_tile_rows<Fp16Codec>(HeadDim) == bitmap + kElements / 2, "a full tile's rows, fp16", HeadDim);
   check(Tile::max_tile_rows<Bf16Codec>(HeadDim) == bitmap + kElements / 2, "a full tile's rows, bf16", HeadDim);
-  check(Tile::max_tile_rows<E4m3Codec>(HeadDim) == bitmap + kElements / 4, "a full tile's rows, e4m3", HeadDim);
+  check(Tile::max_tile_rows<Fp8Codec>(HeadDim) == bitmap + 1 + kElements / 4, "a full tile's rows, fp8", HeadDim);
+  check(Tile::max_tile_rows<Int8Codec>(HeadDim) == bitmap + 1 + kElements / 4, "a full tile's rows, int8", HeadDim);
+  check(Tile::max_tile_rows<Int4Codec>(HeadDim) == bitmap + 1 + kElements / 8, "a full tile's rows, int4", HeadDim);
+}
+
+template <int kDistance>
+void check_bitmap_bits() {
+  std::set<int> bits;
+  for (int e = 0; e < Tile::kWordElements; ++e) bits.insert(Tile::bitmap_bit<kDistance>(e));
+  check(bits.size() == Tile::kWordElements && *bits.begin() == 0 && *bits.rbegin() == Tile::kWordElements - 1,
+        "bitmap_bit is one to one", kDistance);
+  for (int e = 0; e < Tile::kWordElements; ++e) {
+    for (int index = 0; index < Tile::kStreams; ++index)
+      check((Tile::stream_bits(index) >> Tile::bitmap_bit<kDistance>(e) & 1) == (Tile::stream(e) == index),
+            "stream_bits", kDistance, index, e);
+    check(e / 2 % 4 == 3 || Tile::bitmap_bit<kDistance>(e + 2) == Tile::bitmap_bit<kDistance>(e) + kDistance,
+          "four elements of a stream", kDistance, e);
+  }
 }
 
 int main() {
@@ -55,15 +72,8 @@ int main() {
   check_element_layout<Role::kValue, 128>();
   check_element_layout<Role::kValue, 256>();
 
-  std::set<int> bits;
-  for (int e = 0; e < Tile::kWordElements; ++e) bits.insert(Tile::bitmap_bit(e));
-  check(bits.size() == Tile::kWordElements && *bits.begin() == 0 && *bits.rbegin() == Tile::kWordElements - 1,
-        "bitmap_bit is one to one");
-
-  for (int index = 0; index < Tile::kStreams; ++index)
-    for (int e = 0; e < Tile::kWordElements; ++e)
-      check((Tile::stream_bits(index) >> Tile::bitmap_bit(e) & 1) == (Tile::stream(e) == index), "stream_bits", index,
-            e);
+  check_bitmap_bits<Fp16Codec::kBitDistance>();
+  check_bitmap_bits<Fp8Codec::kBitDistance>();
 
   for (int d = -8; d <= kMaxHeadDim + 64; ++d) {
     int padded = padded_head_dim(d);

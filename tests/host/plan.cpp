@@ -122,7 +122,7 @@ int main() {
       if (one_ring) check_ring(plan);
       check(plan.stages.block_bytes >= format::BitmapTile::tile_rows(head_dim, longest) * format::kRowBytes,
             "a stage holds the longest block");
-      check(stage_bytes - plan.stages.block_bytes >= format::kRowsBehind * format::kRowBytes,
+      check(stage_bytes - plan.stages.block_bytes >= kernel.rows_behind * format::kRowBytes,
             "and the rows behind it that decoders may read");
       check(plan.stages.block_bytes % 128 == 0 && stage_bytes % 128 == 0, "stages are aligned");
       check(plan.config.ctas <= device.multiprocessors, "one CTA an SM", plan.config.ctas);

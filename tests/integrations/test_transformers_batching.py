@@ -16,7 +16,7 @@ if not (5, 16) <= tuple(int(part) for part in transformers.__version__.split("."
 
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, LlamaConfig, MistralConfig
 
-from cute_kernels.integrations.transformers import SparseKVCache, batching, serve
+from cute_kernels.integrations.transformers import SparseKVCache, _batching_options, batching, serve
 from cute_kernels.integrations.transformers.batching import SparseKVBatching
 
 TIE = 0.05  # of logits: what rounding of another order of sums may turn
@@ -99,11 +99,33 @@ def test_pruned_tokens_are_those_of_a_sparse_cache(place, rng):
     check(model, inputs, new, found, cache=lambda: SparseKVCache(model, sparsity=0.6, window=20))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("warmed", [False, True])
+def test_graphs(warmed, rng):
+    """Steps of decoding alone are replays, of a row to more than there are; prompts come in between."""
+    model = llama("cuda")
+    inputs = prompts(rng, [rng.randint(1, 300) for _ in range(14)])
+    new = [rng.randint(1, 200) for _ in inputs]
+    manager = manager_of(model, sparsity=0.0, requests=7)
+    if warmed:
+        manager.warmup()
+    with manager:
+        found = run(manager, inputs, new)
+        graphs = manager.batch_processor.inputs_and_outputs.graphs._storage
+        assert {key for (key,) in graphs} == {1, 2, 4, 7} if warmed else graphs
+    check(model, inputs, new, found)
+    eager = ContinuousBatchingConfig(use_cuda_graph=False)
+    with manager_of(model, sparsity=0.0, requests=7, batching=eager) as manager:
+        found = run(manager, inputs, new)
+        assert not manager.batch_processor.inputs_and_outputs.graphs._storage
+    check(model, inputs, new, found)
+
+
 def test_little_memory(rng):
     """More requests than windows, and fewer blocks than they fill: requests wait, and start again."""
     model = llama()
     inputs, new = prompts(rng, [rng.randint(1, 180) for _ in range(20)]), [rng.randint(1, 150) for _ in range(20)]
-    fixed, block = batching.memory_parts(manager_of(model, sparsity=0.0)._sizes, 2, 3)
+    fixed, block = batching.memory_parts(manager_of(model, sparsity=0.0).page_config, 2, 3)
     memory = fixed + 9 * block
     with manager_of(model, sparsity=0.0, requests=3, memory=memory) as manager:
         found = run(manager, inputs, new)
@@ -216,7 +238,12 @@ def test_server_arguments():
         ({"memory": 1000}, ValueError, "memory must hold a block and the dense windows of 8 requests"),
         ({"memory": "8G"}, TypeError, "memory"),
         ({"batching": {}}, TypeError, "batching must be a ContinuousBatchingConfig"),
-        ({"batching": ContinuousBatchingConfig(use_cuda_graph=True)}, ValueError, "batching.use_cuda_graph"),
+        ({"batching": ContinuousBatchingConfig(use_cuda_graph=True)}, ValueError, "use_cuda_graph needs a model on a"),
+        (
+            {"batching": ContinuousBatchingConfig(use_cuda_graph=(True, True))},
+            ValueError,
+            "batching.use_cuda_graph: steps with prompts",
+        ),
         ({"batching": ContinuousBatchingConfig(block_size=32)}, ValueError, "batching.block_size"),
         ({"batching": ContinuousBatchingConfig(use_async_batching=True)}, ValueError, "batching.use_async_batching"),
         (
@@ -265,4 +292,4 @@ def test_attention_outside_of_a_manager():
 def test_other_versions_are_refused(version, monkeypatch):
     monkeypatch.setattr(transformers, "__version__", version)
     with pytest.raises(ImportError, match=f"serves Transformers 5.16 to 5.17, found {version}"):
-        batching.check_version()
+        _batching_options.check_version()

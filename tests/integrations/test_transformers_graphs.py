@@ -224,6 +224,7 @@ def test_a_forward_that_cannot_be_captured(attention):
         found = tokens(model, inputs, cache)
     assert torch.equal(found, expected) and len(warned) == 1
     assert cache.get_seq_length() == PROMPT + NEW - 1 and not cache.unfinished
+    assert torch.rand(3, device="cuda").isfinite().all()  # torch's generator is not left in the capture
 
 
 @gpu

@@ -159,8 +159,8 @@ def test_more_tokens_fit(tmp_path, rng):
     assert cache_tokens(sparse["log"]) >= 2.2 * cache_tokens(dense["log"])
 
 
-def test_the_entry_point(model, tmp_path, rng):
-    """vLLM finds the plug-in by itself, in the process of its core."""
+def plug_in(tmp_path: Path) -> dict:
+    """An environment in which vLLM finds the backend by its entry point, in every process of its own."""
     package = tmp_path / "packages" / "cute_kernels-0.1.0.dist-info"
     package.mkdir(parents=True)
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: cute-kernels\nVersion: 0.1.0\n")
@@ -169,12 +169,26 @@ def test_the_entry_point(model, tmp_path, rng):
     )
     name, value = (part.strip().strip('"') for part in entry[1].split("="))
     (package / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{name} = {value}\n")
-    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "paths": [str(package.parent)]}
+    return {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "paths": [str(package.parent)]}
+
+
+def test_the_entry_point(model, tmp_path, rng):
+    """vLLM finds the plug-in by itself, in the process of its core."""
     requests = prompts(rng, [100, 3], 70)
-    found = engine(model, requests, EXACT, tmp_path, registers=False, environment=environment)
+    found = engine(model, requests, EXACT, tmp_path, registers=False, environment=plug_in(tmp_path))
     same_but_for_ties(found["runs"][0], engine(model, requests, None, tmp_path)["runs"][0])
     dense = engine(model, requests, None, tmp_path)
     assert cache_tokens(found["log"]) != cache_tokens(dense["log"])  # slots of all elements take more
+
+
+def test_tensor_parallel(model, tmp_path, rng):
+    """Heads over two processes, each with the tiles of its own."""
+    requests = [request | {"arrives": 5 * i} for i, request in enumerate(prompts(rng, [100, 3, 200], 70))]
+    environment = plug_in(tmp_path) | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    options = {"tensor_parallel_size": 2, "registers": False, "environment": environment}
+    found = engine(model, requests, EXACT, tmp_path, **options)
+    assert "Worker_TP0" in found["log"]
+    same_but_for_ties(found["runs"][0], engine(model, requests, None, tmp_path)["runs"][0])
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def test_info_says_what_is_here():
     assert result.returncode == 0, result.stderr
     info = json.loads(result.stdout)
     assert info["cute_kernels"] == ck.__version__
-    assert info["format_version"] == 4
+    assert info["format_version"] == 5
     assert info["extension"]["archs"] == _C.build_info()["archs"]
     assert info["extension"]["compiler"].split()[0] in ("GCC", "Clang")
     assert info["extension"]["cpu_isa"] == "scalar"

@@ -34,7 +34,7 @@ def test_copying_repeats_the_context(rng):
 def test_a_short_run(tmp_path, monkeypatch, capsys):
     pytest.importorskip("transformers", reason="needs the extra eval")
     pytest.importorskip("matplotlib", reason="needs the extra profile")
-    from profiling.plots import accuracy
+    from profiling.plots import accuracy, frontier
     from profiling.recipes import associative_recall as recipe
     from profiling.recipes import training
 
@@ -57,11 +57,22 @@ def test_a_short_run(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "model" / "config.json").is_file()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["accuracy.json", "model"]
     rows = records.read(tmp_path / "accuracy.json")
-    assert len(rows) == 2 * (1 + len(recipe.RULES) * 3 * len(recipe.SPARSITIES))
+    of_rules, of_codecs = 1 + len(recipe.RULES) * 3 * len(recipe.SPARSITIES), 3 * (1 + len(recipe.SPARSITIES))
+    evicted = len(recipe.EVICTED) * (1 + len(recipe.SPARSITIES))
+    assert len(rows) == 2 * (of_rules + of_codecs + evicted)
+    bits = {row["setting"]: row["bits"] for row in rows}
+    assert (bits["dense"], bits["dense-int8"], bits["magnitude-keys-0.5"]) == (16, 8 + 16 / 8, None)
+    settings = {setting.name: setting for setting in recipe.chosen_settings()}
+    ordered = ["magnitude-both-0.9-int4", "magnitude-both-0.5-int4", "magnitude-both-0.5-fp8", "magnitude-both-0.5"]
+    of_64 = [recipe.bits_per_element(settings[name], 64) for name in ordered]
+    assert of_64 == sorted(of_64) and 1 < of_64[0] < of_64[1] < 4
     assert {(r["task"], r["samples"]) for r in rows} == {("recall", 3 * 31), ("copying", 3 * 62)}
     assert all(0 <= r["value"] <= 100 and r["context"] == 64 and "--quick" in r["command"] for r in rows)
     assert "| dense |" in recipe.markdown(rows) and "| dense |" in capsys.readouterr().out
-    assert plots.draw_accuracy(rows, tmp_path).stat().st_size > 10_000
+    paths = plots.draw_accuracy(rows, tmp_path)
+    assert [path.name for path in paths] == ["accuracy.png", "frontier.png"]
+    assert all(path.stat().st_size > 10_000 for path in paths)
+    assert frontier.frontier([(4, 90.0), (8, 89.0), (3, 20.0), (16, 91.0)]) == [(3, 20.0), (4, 90.0), (16, 91.0)]
     figure = accuracy.figure(rows)
     assert [axis.get_title() for axis in figure.axes] == [
         f"{task}: {part}" for task in ("recall", "copying") for part in ("keys only", "values only", "keys and values")
@@ -89,7 +100,13 @@ def test_what_is_learnt_is_measured():
         logits = torch.nn.functional.one_hot(torch.roll(said, -1, 1)[:, first:last], 19).float()
         return SimpleNamespace(logits=logits[:, -1:] if logits_to_keep else logits)
 
-    caches = lambda *_: lambda: SimpleNamespace(seen=0)  # noqa: E731
+    class Cache:
+        seen = 0
+
+        def get_seq_length(self) -> int:
+            return self.seen
+
+    caches = lambda *_: Cache  # noqa: E731
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recipe.models, "cache_maker", caches)
         measured = recipe.accuracies(model, DENSE, {"recall": drawn}, 4)

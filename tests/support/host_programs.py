@@ -20,8 +20,14 @@ FOLDER = ROOT / "tests" / "host"
 
 def linked_sources(source: Path) -> list[str]:
     """Sources that a program is compiled with, from its lines `// link: path/from/the/root.cpp`."""
-    paths = re.findall(r"^// link: (\S+)$", source.read_text(encoding="utf-8"), re.MULTILINE)
-    return [str(ROOT / path) for path in paths]
+    return _paths(source, "link")
+
+
+def _paths(source: Path, word: str) -> list[str]:
+    return [
+        str(ROOT / path)
+        for path in re.findall(rf"^// {word}: (\S+)$", source.read_text(encoding="utf-8"), re.MULTILINE)
+    ]
 
 
 def compile_program(source: Path, folder: Path) -> Path:
@@ -31,7 +37,8 @@ def compile_program(source: Path, folder: Path) -> Path:
         pytest.skip(f"no C++ compiler: {compiler[0]}")
     program = folder / source.stem
     includes = [word for path in (find_cutlass(), *find_headers(None)) for word in ("-isystem", str(path))]
-    command = [*compiler, "-std=c++17", "-O1", "-Wall", "-Wextra", "-I", str(ROOT), *includes]
+    first = [f"-I{path}" for path in _paths(source, "include")]  # headers in place of the package's
+    command = [*compiler, "-std=c++17", "-O1", "-Wall", "-Wextra", *first, "-I", str(ROOT), *includes]
     compiled = subprocess.run(
         [*command, str(source), *linked_sources(source), "-o", str(program)],
         capture_output=True,

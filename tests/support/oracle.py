@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import torch
 
@@ -58,14 +60,66 @@ def prune(x: torch.Tensor, keep: int | None) -> torch.Tensor:
     return torch.from_numpy(np.where(kept, bits(x).numpy(), np.int16(0))).view(x.dtype).view(x.shape)
 
 
-def e4m3(x: torch.Tensor) -> torch.Tensor:
-    """The nearest value of OCP FP8 E4M3, in float64: ties to even, saturating, NaN to NaN; -0.0 becomes +0.0."""
-    exact = x.double()
+def e4m3(exact: torch.Tensor) -> torch.Tensor:
+    """The nearest value of OCP FP8 E4M3 to float64: ties to even, saturating, NaN to NaN."""
     exponent = torch.frexp(exact).exponent.clamp(min=-5) - 1  # of normal numbers; the least is -6
     unit = torch.ldexp(torch.ones_like(exact), exponent - 3)  # three bits of mantissa
     rounded = ((exact / unit).round() * unit).clamp(-448, 448)  # torch rounds ties to even
     rounded = torch.where(exact.isinf(), exact.sign() * 448, rounded)
-    return torch.where(exact.isnan(), float("nan"), rounded + 0.0)
+    return torch.where(exact.isnan(), float("nan"), rounded)
+
+
+# Of a narrow codec: its largest number, and rounding to its numbers.
+NARROW = {
+    "fp8": (448.0, e4m3),
+    "int8": (127.0, lambda x: x.round().clamp(-127, 127) + 0.0),
+    "int4": (7.0, lambda x: x.round().clamp(-7, 7) + 0.0),
+}
+SCALE_TOKENS = 512  # from which the scales of channels are chosen
+
+
+def channel_scales(x: torch.Tensor, scale_tokens: int = SCALE_TOKENS) -> torch.Tensor:
+    """(B, H, T, D) -> (B, H, 1, D) float64: the mean magnitude of a channel's nonzeros among the first tokens, in bf16.
+
+    Added up in float, every 32nd token to a sum, then the sums.
+    """
+    first = x[:, :, :scale_tokens].float().abs()
+    first = torch.where(first.isfinite(), first, 0.0)
+    none = torch.zeros_like(first.sum(2, keepdim=True))
+    tokens = [first[:, :, t : t + 1] for t in range(first.shape[2])]
+    sums = [functools.reduce(torch.add, tokens[i::32], none) for i in range(32)]
+    total, count = functools.reduce(torch.add, sums), (first > 0).sum(2, keepdim=True)
+    mean = (total / count).bfloat16().double().clamp(2.0**-100, 2.0**100)
+    scales = torch.where(count > 0, mean, 0.0)
+    most = scales.amax(-1, keepdim=True)
+    return torch.where(scales > 0, scales, torch.where(most > 0, most, 1.0))
+
+
+def token_scales(pruned: torch.Tensor, of_channel: torch.Tensor, largest_number: float) -> torch.Tensor:
+    """(B, H, T, 1) float64: bf16, rounded up, of the largest finite magnitude relative to the channels' scales."""
+    ratio = (pruned.float().abs() * (1 / of_channel.float())).double()
+    largest = torch.where(ratio.isfinite(), ratio, 0.0).amax(-1, keepdim=True)
+    quotient = (largest.float() / largest_number).numpy()
+    up = ((quotient.view(np.uint32).astype(np.int64) + 0xFFFF) >> 16 << 16).astype(np.uint32).view(np.float32)
+    scale = torch.from_numpy(up).double().clamp(2.0**-48, 2.0**48)
+    return torch.where(largest > 0, scale, 1.0)
+
+
+def narrow(x: torch.Tensor, keep: int | None, codec: str, scale_tokens: int = SCALE_TOKENS) -> torch.Tensor:
+    """What a narrow codec stores of a cache that is pruned to `keep` elements a token: float64, scales included."""
+    largest, rounded = NARROW[codec]
+    pruned, of_channel = prune(x, keep), channel_scales(x, scale_tokens)
+    of_token = token_scales(pruned, of_channel, largest)
+    relative = (pruned.float() * (1 / of_channel.float())) * (
+        1 / of_token.float()
+    )  # in float: ties are of its roundings
+    return rounded(relative.double()) * of_token * of_channel
+
+
+def to_dtype(exact: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Rounded once, to no more than the largest number."""
+    largest = torch.finfo(dtype).max
+    return exact.float().clamp(-largest, largest).to(dtype)
 
 
 def nonzeros(x: torch.Tensor) -> int:
@@ -88,38 +142,67 @@ def element_position(role: str, padded: int, lane: int, element: int) -> tuple[i
     return (token + row, channel + exchanged) if role == "key" else (token + exchanged, channel + row)
 
 
-def bitmap_bit(element: int) -> int:
-    return 2 * (element // 8 % 4) + element % 2 + 8 * (element // 2 % 4)
+def bitmap_bit(element: int, narrow: bool = False) -> int:
+    atom, entry, stream = element // 8 % 4, element // 2 % 4, element % 2
+    return 16 * (atom // 2) + 4 * entry + 2 * (atom % 2) + stream if narrow else 8 * entry + 2 * atom + stream
+
+
+def _number(codec: str, code: int) -> float:
+    """Of a code of 8 or 4 bits."""
+    if codec != "fp8":
+        return float(code - (128 if codec == "int8" else 8))
+    sign, exponent, fraction = -1.0 if code & 0x80 else 1.0, code >> 3 & 15, code & 7
+    if code & 0x7F == 0x7F:
+        return float("nan")
+    return sign * (fraction * 2.0**-9 if exponent == 0 else (8 + fraction) * 2.0 ** (exponent - 10))
+
+
+def _bf16(word: int) -> float:
+    return float(np.array([word << 16], dtype=np.uint32).view(np.float32)[0])
 
 
 def decode(state: dict) -> torch.Tensor:
-    """The dense cache of a state dict, read word by word."""
+    """The dense cache of a state dict, read word by word: float64 of a narrow codec, else of the cache's dtype."""
     batch, heads, tokens, head_dim = state["metadata"]["shape"]
-    role = state["metadata"]["role"]
+    role, codec = state["metadata"]["role"], state["metadata"]["codec"]
+    width = {"fp8": 8, "int8": 8, "int4": 4}.get(codec, 16)
+    narrow, per_word = width < 16, 32 // width
     blocks = state["blocks"].cpu().numpy().view(np.uint32)
     offsets = state["row_offsets"].cpu().numpy()
     token_order, channel_order = state["token_order"].cpu().numpy(), state["channel_order"].cpu().numpy()
     padded = channel_order.shape[-1]
     tiles = -(-tokens // TILE)
     positions = [[element_position(role, padded, lane, e) for e in range(2 * padded)] for lane in range(32)]
-    dense = np.zeros((batch, heads, tiles * TILE, padded), dtype=np.uint16)
+    dense = np.zeros((batch, heads, tiles * TILE, padded), dtype=np.float64 if narrow else np.uint16)
     for index in range(batch * heads * tiles):
         b, h, tile = index // tiles // heads, index // tiles % heads, index % tiles
         block = blocks[offsets[index] : offsets[index + 1]]
-        values = block[padded // 16 :]
+        scales = (
+            np.ascontiguousarray(block[padded // 16 :][:narrow]).view(np.uint16).ravel()
+        )  # the row behind the bitmap
+        values = block[padded // 16 + narrow :]
         for lane in range(32):
             taken = [0, 0]
             for e in range(2 * padded):
-                if block[e // 32, lane] >> bitmap_bit(e) & 1:
-                    value = int(values[taken[e % 2], lane]) >> (16 * (e % 2)) & 0xFFFF
-                    taken[e % 2] += 1
-                    token, channel = positions[lane][e]
-                    dense[b, h, TILE * tile + int(token_order[b, h, tile, token]), channel_order[b, h, channel]] = value
+                if not block[e // 32, lane] >> bitmap_bit(e, narrow) & 1:
+                    continue
+                stream, (token, channel) = e % 2, positions[lane][e]
+                if narrow:
+                    word = int(values[2 * (taken[stream] // per_word) + stream, lane])
+                    code = word >> width * (taken[stream] % per_word) & ((1 << width) - 1)
+                    of_token = _bf16(int(scales[8 * (token % 8) + token // 8]))
+                    value = _number(codec, code) * of_token * float(state["channel_scale"][b, h, channel])
+                else:
+                    value = int(values[taken[stream], lane]) >> (16 * stream) & 0xFFFF
+                taken[stream] += 1
+                dense[b, h, TILE * tile + int(token_order[b, h, tile, token]), channel_order[b, h, channel]] = value
     outside = dense.copy()
     outside[:, :, :tokens, :head_dim] = 0
     assert not outside.any(), "something is stored outside the cache"
-    inside = np.ascontiguousarray(dense[:, :, :tokens, :head_dim]).view(np.int16)
-    return torch.from_numpy(inside).view(getattr(torch, state["metadata"]["dtype"]))
+    inside = np.ascontiguousarray(dense[:, :, :tokens, :head_dim])
+    if narrow:
+        return torch.from_numpy(inside)
+    return torch.from_numpy(inside.view(np.int16)).view(getattr(torch, state["metadata"]["dtype"]))
 
 
 # ---- Products in float64 ---------------------------------------------------------------------------------------------

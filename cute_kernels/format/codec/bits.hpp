@@ -1,4 +1,4 @@
-// What every codec shares: its number, and where its values are in the rows of a stream.
+// What every codec shares: its number, and where its values are in the rows of a block.
 #pragma once
 
 #include <cstdint>
@@ -8,22 +8,35 @@
 
 namespace cute_kernels::format {
 
-enum class CodecId : int { kFp16 = 0, kBf16 = 1, kE4m3 = 2 };
+enum class CodecId : int { kFp16 = 0, kBf16 = 1, kFp8 = 2, kInt8 = 3, kInt4 = 4 };
 
-// Values of so many bits: that of rank r in its stream is in value row r / kValuesPerRow, the earlier ones of a row in
-// its lower bits.
+// Values of so many bits. Of 16 bits: both of a lane's streams have half of its word in every value row, a value each.
+// Of fewer, narrow ones: the streams take turns, and have the whole word in every other value row. The earlier values
+// of a word are in its lower bits.
 template <int ValueBits>
 struct CodecBits {
-  static_assert(ValueBits <= kStreamBits && kStreamBits % ValueBits == 0, "a row holds whole values");
   static constexpr int kValueBits = ValueBits;
-  static constexpr int kValuesPerRow = kStreamBits / ValueBits;
+  static constexpr bool kIsNarrow = ValueBits < 16;
+  static_assert(ValueBits == 16 || ValueBits == 8 || ValueBits == 4);
+  static constexpr int kStreams = 32 / kStreamBits;                   // of a lane
+  static constexpr int kWordValues = kIsNarrow ? 32 / ValueBits : 1;  // of a stream in a word
+  static constexpr int kWordRows = kIsNarrow ? kStreams : 1;          // from a word of a stream to its next
+  static constexpr int kBitDistance = kIsNarrow ? 4 : 8;              // see BitmapTile::bitmap_bit
+  static constexpr int kRowsBehind = 2 * kWordRows;                   // of a block, that its decoder may read
+  static_assert(kRowsBehind <= format::kRowsBehind);
 
-  // Rows of a tile whose longest stream has `longest` values.
+  // Rows of a tile whose longest stream has `longest` values, and what a stream may have in so many rows.
   CUTE_HOST_DEVICE static constexpr int value_rows(int longest) {
-    return (longest + kValuesPerRow - 1) / kValuesPerRow;
+    return (longest + kWordValues - 1) / kWordValues * kWordRows;
+  }
+  CUTE_HOST_DEVICE static constexpr int most_values(int value_rows) { return value_rows / kWordRows * kWordValues; }
+
+  // Where the value of some rank in its stream is.
+  CUTE_HOST_DEVICE static constexpr int value_row(int stream, int rank) {
+    return rank / kWordValues * kWordRows + (kIsNarrow ? stream : 0);
   }
   CUTE_HOST_DEVICE static constexpr int first_bit(int stream, int rank) {
-    return stream * kStreamBits + rank % kValuesPerRow * kValueBits;
+    return kIsNarrow ? rank % kWordValues * kValueBits : stream * kStreamBits;
   }
   CUTE_HOST_DEVICE static constexpr uint32_t place(uint32_t value, int stream, int rank) {
     return value << first_bit(stream, rank);

@@ -1,25 +1,29 @@
 // How one value is stored. A codec is a policy type:
 //
 //   kId, kName            its number in SparseView and its name in Python and in files
-//   kValueBits            of a stored value
-//   kValuesPerRow         values of one stream in a value row; see CodecBits (bits.hpp)
-//   kHasScales            whether values are stored relative to a scale kept beside them
-//   stores(dtype)         whether x may be of this dtype. The dtype of x is also what decompression returns, and the
-//                         operand type of the products
-//   encode(bits, dtype)   bits of x's dtype -> stored bits; a value that rounds to zero gives a zero of either sign
-//   decode(stored, dtype) stored bits -> bits of x's dtype; exact
-//   is_zero(stored)       such values are not in the bitmap and in no stream
+//   kValueBits, ...       where its values are in the rows of a block: see CodecBits (bits.hpp)
+//   kHasScales            whether values are stored relative to scales (scales.hpp)
+//   kScaleRows            rows of a block, between bitmap and values, that hold the scales of its tokens
+//   kHasNan               whether it stores NaN
+//   stores(dtype)         whether x may be of this dtype. The dtype of x is also what decompression returns
 //   all_finite(word)      of the values in a 32-bit word of a value row
 //
-// A tile format (tile/tile.hpp) says which values a stream has, in which order, and which 16 bits of a lane's word are
-// the stream's. The codec says how many values these 16 bits hold, and so how many rows a stream takes.
+// One with scales has besides
+//
+//   kLargest              the largest number of a code; infinity is none's
+//   encode(x)             the code of a float, which is x relative to the scales
+//   number(code)          what it stands for
+//   is_code(code)         whether `encode` gives it
+//
+// A tile format (tile/tile.hpp) says which values a stream has, in which order. The codec says where in the rows they
+// lie, and so how many rows a stream takes.
 #pragma once
 
 #include <stdexcept>
 #include <string>
 
-#include "cute_kernels/format/codec/e4m3.hpp"
 #include "cute_kernels/format/codec/half.hpp"
+#include "cute_kernels/format/codec/narrow.hpp"
 
 namespace cute_kernels::format {
 
@@ -31,21 +35,30 @@ decltype(auto) visit_codec(CodecId id, F&& f) {
       return f(Fp16Codec{});
     case CodecId::kBf16:
       return f(Bf16Codec{});
-    case CodecId::kE4m3:
-      return f(E4m3Codec{});
+    case CodecId::kFp8:
+      return f(Fp8Codec{});
+    case CodecId::kInt8:
+      return f(Int8Codec{});
+    case CodecId::kInt4:
+      return f(Int4Codec{});
   }
   throw std::invalid_argument("there is no codec " + std::to_string(static_cast<int>(id)) +
-                              "; 0 is fp16, 1 bf16, 2 e4m3");
+                              "; 0 is fp16, 1 bf16, 2 fp8, 3 int8, 4 int4");
 }
 
 inline char const* codec_name(CodecId id) {
   return visit_codec(id, [](auto codec) { return decltype(codec)::kName; });
 }
+inline bool is_narrow(CodecId id) {
+  return visit_codec(id, [](auto codec) { return codec.kIsNarrow; });
+}
+inline bool has_scales(CodecId id) {
+  return visit_codec(id, [](auto codec) { return decltype(codec)::kHasScales; });
+}
 
 // std::invalid_argument if the codec does not store x of this dtype.
 inline void check_codec(CodecId id, DType dtype) {
   visit_codec(id, [&](auto codec) {
-    static_assert(!codec.kHasScales, "SparseView holds no scales");
     if (!codec.stores(dtype))
       throw std::invalid_argument(std::string("codec ") + codec.kName + " does not store " + dtype_name(dtype));
   });

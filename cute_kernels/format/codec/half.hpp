@@ -9,11 +9,10 @@ template <CodecId Id, DType X, uint32_t Exponent>
 struct HalfCodec : CodecBits<16> {
   static constexpr CodecId kId = Id;
   static constexpr bool kHasScales = false;
+  static constexpr int kScaleRows = 0;
+  static constexpr bool kHasNan = true;
 
   CUTE_HOST_DEVICE static constexpr bool stores(DType dtype) { return dtype == X; }
-  CUTE_HOST_DEVICE static constexpr uint32_t encode(uint16_t bits, DType) { return bits; }
-  CUTE_HOST_DEVICE static constexpr uint16_t decode(uint32_t stored, DType) { return static_cast<uint16_t>(stored); }
-  CUTE_HOST_DEVICE static constexpr bool is_zero(uint32_t stored) { return (stored & 0x7fffu) == 0; }
   CUTE_HOST_DEVICE static constexpr bool all_finite(uint32_t word) {
     return (word & Exponent) != Exponent && (word >> 16 & Exponent) != Exponent;
   }

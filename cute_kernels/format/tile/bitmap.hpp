@@ -1,10 +1,10 @@
 // The bitmap tile format: the A operand of m16n8k16, element by element and lane by lane. Everything below is derived
 // from the A layout of `BitmapTile::MmaAtom`; nothing else in the project states the permutation a second time.
 //
-//   block of a tile = bitmap rows, then value rows.
-//   bitmap word w of a lane covers its elements [32 w, 32 w + 32); element e has bit bitmap_bit(e).
-//   element e belongs to value stream e % kStreams of its lane. Stream s has the bits [16 s, 16 s + 16) of the lane's
-//   word in every value row; how many values these hold is up to the codec. Shorter streams are padded with zeros.
+//   block of a tile = bitmap rows, then a row of the tokens' scales if the codec has scales, then value rows.
+//   bitmap word w of a lane covers its elements [32 w, 32 w + 32); element e has bit bitmap_bit<Codec::kBitDistance>(e).
+//   element e belongs to value stream e % kStreams of its lane. Which bits of the value rows a stream has, and how many
+//   values these hold, is up to the codec. Shorter streams are padded with zeros.
 #pragma once
 
 #include <cstdint>
@@ -39,19 +39,27 @@ struct BitmapTile {
   CUTE_HOST_DEVICE static constexpr int tile_rows(int head_dim, int value_rows) {
     return bitmap_rows(head_dim) + value_rows;
   }
+  // The row of a block that its values begin with, behind the bitmap and the scales of the tokens.
+  template <class Codec>
+  CUTE_HOST_DEVICE static constexpr int first_value_row(int head_dim) {
+    return bitmap_rows(head_dim) + Codec::kScaleRows;
+  }
   template <class Codec>
   CUTE_HOST_DEVICE static constexpr int max_tile_rows(int head_dim) {
-    return tile_rows(head_dim, Codec::value_rows(stream_elements(head_dim)));
+    return first_value_row<Codec>(head_dim) + Codec::value_rows(stream_elements(head_dim));
   }
 
-  // Four consecutive elements of a lane's stream s (two half2 registers) sit in four bytes of the word, at one bit
-  // position: `word & (0x01010101 << (2 i + s))` is a vector of four 0/1 bytes, an operand of dp4a.
+  // Four consecutive elements of a lane's stream s (two half2 registers) have bits that lie 8 apart with a codec of 16
+  // bits: `word & (0x01010101 << (2 i + s))` is a vector of four 0/1 bytes, an operand of dp4a. With a narrow one they
+  // lie 4 apart, in half a word: a product with `half >> i & 0x1111` is a selector of prmt.
   CUTE_HOST_DEVICE static constexpr int bitmap_word(int element) { return element / kWordElements; }
+  template <int kBitDistance = 8>
   CUTE_HOST_DEVICE static constexpr int bitmap_bit(int element) {
+    constexpr int kAtoms = kBitDistance / kStreams;  // whose bits lie side by side
     int atom = element / 8 % 4, stream = element % 2, entry = element / 2 % 4;
-    return 2 * atom + stream + 8 * entry;
+    return atom / kAtoms * 4 * kBitDistance + kBitDistance * entry + kStreams * (atom % kAtoms) + stream;
   }
-  // Bits of a bitmap word that are of one stream.
+  // Bits of a bitmap word that are of one stream, whatever the distance.
   CUTE_HOST_DEVICE static constexpr uint32_t stream_bits(int index) {
     uint32_t bits = 0;
     for (int e = 0; e < kWordElements; ++e)

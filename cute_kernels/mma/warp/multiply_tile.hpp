@@ -14,7 +14,7 @@ CUTE_DEVICE void multiply_tile_part(uint32_t block, int part, FragmentB const& t
   using Element = typename Traits::Element;
   constexpr int kAtoms = Traits::kStepAtoms;
   constexpr int kStepRows = kAtoms > Traits::kAtomsAlongK ? kAtoms / Traits::kAtomsAlongK : 1;  // blocks of 16 along M
-  using Decoder = mma::Decoder<typename Traits::TileFormat, typename Traits::Codec>;
+  using Decoder = typename Traits::Decoder;
   MMA_Atom<WarpMmaOp<Element>> mma;
   constexpr int kSteps = Traits::kSteps / kParts;
   static_assert(kSteps * kParts == Traits::kSteps, "parts are whole k-steps");

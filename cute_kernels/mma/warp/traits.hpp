@@ -5,6 +5,7 @@
 #include <cute/tensor.hpp>
 #include <type_traits>
 
+#include "cute_kernels/mma/decoder.hpp"
 #include "cute_kernels/mma/stored_operand.hpp"
 
 namespace cute_kernels::mma {
@@ -24,6 +25,9 @@ struct WarpTraits {
   using TileFormat = typename Stored::TileFormat;
   using Codec = typename Stored::Codec;
   using Element = typename Stored::Element;
+  using Dense = typename Stored::Dense;
+  using Decoder = mma::Decoder<TileFormat, Codec>;
+  static constexpr bool kHasScales = Codec::kHasScales;
   static constexpr Role kRole = kRole_;
   static constexpr bool kIsKey = kRole == Role::kKey;
   static constexpr int kHeadDim = kHeadDim_;

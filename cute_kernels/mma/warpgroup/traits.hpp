@@ -24,6 +24,9 @@ struct WarpgroupTraits {
   using TileFormat = typename Stored::TileFormat;
   using Codec = typename Stored::Codec;
   using Element = typename Stored::Element;
+  using Dense = typename Stored::Dense;
+  static constexpr bool kHasScales = Codec::kHasScales;
+  static_assert(!kHasScales, "B in shared memory is not scaled");
   static constexpr format::Role kRole = kRole_;
   static constexpr bool kIsKey = kRole == format::Role::kKey;
   static constexpr int kHeadDim = kHeadDim_;

@@ -6,7 +6,7 @@
 
 namespace cute_kernels::attention {
 
-// Query rows a pass takes at most.
+// Query rows a pass of these kernels takes at most, where registers are all that limits.
 constexpr int max_rows(int padded_head_dim) { return padded_head_dim == 256 ? 8 : 16; }
 
 // Bytes of one partial of `n` query rows.
@@ -15,12 +15,12 @@ constexpr int64_t partial_bytes(int n, int padded_head_dim) {
 }
 
 namespace sm80 {
-template <int kHeadDim>
+template <int kHeadDim, class Codecs>
 Launcher<Params> launcher();
 }
 
 namespace sm90 {
-template <int kHeadDim>
+template <int kHeadDim, class Codecs>
 Launcher<Params> launcher();
 }
 

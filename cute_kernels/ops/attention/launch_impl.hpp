@@ -8,12 +8,12 @@
 
 namespace cute_kernels::attention {
 
-// Calls f with the traits of a (codec, N).
-template <int kHeadDim, class F>
+// Calls f with the traits of a (codec, N); N is up to kMaxRows.
+template <int kHeadDim, class Codecs, int kMaxRows, class F>
 auto visit_traits(format::CodecId codec, int n, F&& f) {
-  return mma::visit_stored_operand(codec, [&](auto stored) {
+  return mma::visit_stored_operand<Codecs>(codec, [&](auto stored) {
     using Stored = decltype(stored);
-    if constexpr (max_rows(kHeadDim) == 16) {
+    if constexpr (kMaxRows == 16) {
       if (n == 16) return f(Traits<Stored, kHeadDim, 16>{});
     }
     return f(Traits<Stored, kHeadDim, 8>{});

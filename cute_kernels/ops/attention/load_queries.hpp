@@ -3,6 +3,7 @@
 
 #include <cute/arch/copy_sm75.hpp>
 
+#include "cute_kernels/mma/scales.hpp"
 #include "cute_kernels/ops/attention/params.hpp"
 #include "cute_kernels/ops/attention/worker.hpp"
 
@@ -82,6 +83,20 @@ CUTE_DEVICE void load_queries(Worker<Traits> const& worker, SharedP<Traits>& sha
       SM75_U32x4_LDSM_N::copy(*reinterpret_cast<uint128_t const*>(from + 16 * k), words(0, n, k), words(1, n, k),
                               words(0, n, k + 1), words(1, n, k + 1));
   }
+}
+
+// The same times the scales of the channels, see mma/scales.hpp.
+template <class Traits, class Fragment, int kRows>
+CUTE_DEVICE void load_scaled_queries(Params const& params, SharedP<Traits>& shared_p, uint8_t const* channel_order,
+                                     uint16_t const* channel_scale, Fragment& tCrB /* ((2,2),MMA_N,MMA_K) */,
+                                     float (&undo)[kRows]) {
+  auto product = [&](int lane, int n, int v, int k) {
+    int position = Traits::TileFormat::position_of_column(16 * k + v % 2) + 2 * (lane % 4) + v / 2;
+    int channel = __ldg(channel_order + position);
+    float q = from_half_bits(shared_p.query(8 * n + lane / 4)[channel], params.keys.dtype);
+    return q * format::scale_value(__ldg(channel_scale + position));
+  };
+  mma::load_scaled_rows(tCrB, product, undo);
 }
 
 }  // namespace cute_kernels::attention

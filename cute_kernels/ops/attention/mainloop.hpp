@@ -15,12 +15,13 @@ CUTE_DEVICE auto make_logits() {  // (MMA,own MMA_M,MMA_N)
   return partition_fragment_C(typename Traits::TiledMma{}, Shape<Int<16 * Traits::kOwnTokenBlocks>, Int<Traits::kN>>{});
 }
 
-template <class Traits, class Pipeline, class FragmentP, class FragmentO>
-CUTE_DEVICE void attend_window_tile(Params const& params, schedule::WorkTile const& work_tile, int tile,
-                                    Worker<Traits> const& worker, SharedP<Traits>& shared_p, Pipeline& pipeline,
-                                    OnlineSoftmax<Traits>& softmax, FragmentP& tCrP, FragmentO& tCrO) {
+// Element: of the window.
+template <class Traits, class Element, class Pipeline, class FragmentP, class FragmentO>
+CUTE_DEVICE void attend_window_tile_of(Params const& params, schedule::WorkTile const& work_tile, int tile,
+                                       Worker<Traits> const& worker, SharedP<Traits>& shared_p, Pipeline& pipeline,
+                                       OnlineSoftmax<Traits>& softmax, FragmentP& tCrP, FragmentO& tCrO) {
   Tensor tCrS = make_logits<Traits>();
-  WindowTile<Traits> window(params, work_tile, tile - work_tile.tiles.begin, worker);
+  WindowTile<Traits, Element> window(params, work_tile, tile - work_tile.tiles.begin, worker);
   Stage keys = pipeline.next();
   window.fill(keys, params.window.keys, params.window.key_strides);
   window.multiply_keys(keys, shared_p, tCrS);
@@ -28,11 +29,22 @@ CUTE_DEVICE void attend_window_tile(Params const& params, schedule::WorkTile con
   softmax.scale(tCrS, params.scale_log2);
   Mask::apply<Traits>(tCrS, worker.part, Mask(params, work_tile).template limits<Traits>(true),
                       [&](int position) { return window.token(position); });
-  softmax.step(tCrS, TokenOrders{}, tCrP, tCrO);
+  Tensor tCrWindowP = recast<Element>(tCrP);  // in the window's type
+  softmax.step(tCrS, TokenOrders{}, tCrWindowP, tCrO);
   Stage values = pipeline.next();
   window.fill(values, params.window.values, params.window.value_strides);
-  window.multiply_values(values, tCrP, tCrO);
+  window.multiply_values(values, tCrWindowP, tCrO);
   pipeline.release();
+}
+
+template <class Traits, class... Arguments>
+CUTE_DEVICE void attend_window_tile(Params const& params, Arguments&&... arguments) {
+  if constexpr (!Traits::kHasScales)
+    attend_window_tile_of<Traits, typename Traits::Element>(params, arguments...);
+  else if (params.keys.dtype == DType::kFloat16)
+    attend_window_tile_of<Traits, half_t>(params, arguments...);
+  else
+    attend_window_tile_of<Traits, bfloat16_t>(params, arguments...);
 }
 
 // A warp's part of the channels, and, in the worker's first warp, what it knows of the rows.
@@ -63,20 +75,36 @@ CUTE_DEVICE void store_empty_partial(int part, typename Traits::Partial* to) {
   if (thread < Traits::kN) to->rows[thread] = make_float2(-INFINITY, 0);
 }
 
+// The scales of a tile's keys, and those of its values, at this warp's tokens. Both come with the keys.
+template <class Traits>
+CUTE_DEVICE auto key_scales(Stage const& keys, int part) {
+  constexpr int kBitmapBytes = Traits::TileFormat::bitmap_rows(Traits::kHeadDim) * format::kRowBytes;
+  return mma::LaneScales<Traits::kOwnTokenBlocks>(keys.block + kBitmapBytes, part * Traits::kOwnTokenBlocks);
+}
+template <class Traits>
+CUTE_DEVICE ScaledValues<Traits> value_scales(Stage const& keys, TokenOrders const& orders, int part,
+                                              SharedP<Traits>& shared_p) {
+  if constexpr (Traits::kSeparateOrders) {
+    if (orders.keys) return {shared_p.reorder_scales(keys.value_scales, orders, part)};
+  }
+  return {mma::LaneScales<Traits::kOwnTokenBlocks>(keys.value_scales, part * Traits::kOwnTokenBlocks)};
+}
+
 // All KV tiles of a worker's split. `pipeline` loads two stages a KV tile, keys then values. Stores the worker's
 // partial of every work tile.
 template <class Traits, class Pipeline>
 CUTE_DEVICE void attend(Params const& params, typename Traits::Schedule const& schedule, schedule::Range split,
                         Worker<Traits> const& worker, SharedP<Traits>& shared_p, Pipeline& pipeline) {
   using TiledMma = typename Traits::TiledMma;
-  using Element = typename Traits::Element;
+  using Element = typename Traits::Stored::Element;
   auto thr_mma = TiledMma{}.get_slice(threadIdx.x % 32);
   auto make_operand = [&](auto tokens_or_channels) {
     return make_tensor<Element>(
         shape(thr_mma.partition_B(make_identity_tensor(Shape<Int<Traits::kN>, decltype(tokens_or_channels)>{}))));
   };
   Tensor tCrQ = make_operand(Int<Traits::kHeadDim>{});  // (MMA,MMA_N,MMA_K)
-  Tensor tCrP = make_operand(Int<Traits::kTokens>{});   // (MMA,MMA_N,MMA_K)
+  [[maybe_unused]] float row_scale[OnlineSoftmax<Traits>::kRows];
+  Tensor tCrP = make_operand(Int<Traits::kTokens>{});  // (MMA,MMA_N,MMA_K)
   auto partial_of = [&](schedule::WorkTile const& work_tile) {
     int split = blockIdx.x * params.schedule.workers + worker.index;
     return reduce::partial<typename Traits::Partial>(params.output, split, work_tile.index);
@@ -125,7 +153,17 @@ CUTE_DEVICE void attend(Params const& params, typename Traits::Schedule const& s
                                  pipeline, softmax, tCrP, tCrO);
     if constexpr (!kHoldsWorkTile) work_tile = same_work_tile(end - 1);
     if (has_window) order_channels(worker, shared_p, channel_order(params.values, work_tile), tCrO);
-    load_queries(worker, shared_p, channel_order(params.keys, work_tile), tCrQ);
+    if constexpr (Traits::kHasScales) {
+      if (has_window)
+        mma::scale_channels<true>(tCrO, channel_scale(params.values, work_tile),
+                                  worker.part * Traits::kOwnChannelBlocks);
+      load_scaled_queries(params, shared_p, channel_order(params.keys, work_tile),
+                          channel_scale(params.keys, work_tile), tCrQ, row_scale);
+      CUTE_UNROLL
+      for (float& scale : row_scale) scale *= params.scale_log2;
+    } else {
+      load_queries(worker, shared_p, channel_order(params.keys, work_tile), tCrQ);
+    }
     int first_compressed = work_tile.window_end(), seen_by_all = Mask(params, work_tile).seen_by_all();
     auto limits = Mask(params, work_tile).template limits<Traits>(false);
     CUTE_NO_UNROLL
@@ -136,14 +174,21 @@ CUTE_DEVICE void attend(Params const& params, typename Traits::Schedule const& s
       clear(tCrS);
       mma::multiply_tile_part<typename Traits::Keys, Traits::kWorkerWarps>(cast_smem_ptr_to_uint(keys.block),
                                                                            worker.part, tCrQ, tCrS);
-      softmax.scale(tCrS, params.scale_log2);
+      if constexpr (Traits::kHasScales)
+        softmax.scale(tCrS, key_scales<Traits>(keys, worker.part), row_scale);
+      else
+        softmax.scale(tCrS, params.scale_log2);
       if (first_token + format::kTileTokens > seen_by_all) {
         ptx::keep_branch();
         Mask::apply<Traits>(tCrS, worker.part, limits,
                             [&](int position) { return first_token + keys.token_order[position]; });
       }
       bool separate_orders = Traits::kSeparateOrders && params.separate_orders;
-      softmax.step(tCrS, separate_orders ? TokenOrders{keys.token_order, keys.value_order} : TokenOrders{}, tCrP, tCrO);
+      TokenOrders orders = separate_orders ? TokenOrders{keys.token_order, keys.value_order} : TokenOrders{};
+      if constexpr (Traits::kHasScales)
+        softmax.step(tCrS, orders, tCrP, tCrO, value_scales<Traits>(keys, orders, worker.part, shared_p));
+      else
+        softmax.step(tCrS, orders, tCrP, tCrO);
       pipeline.release(!separate_orders);
 
       Stage values = pipeline.next();
@@ -155,6 +200,9 @@ CUTE_DEVICE void attend(Params const& params, typename Traits::Schedule const& s
     }
     softmax.finish();
     work_tile = same_work_tile(tile - 1);
+    if constexpr (Traits::kHasScales)
+      mma::scale_channels<false>(tCrO, channel_scale(params.values, work_tile),
+                                 worker.part * Traits::kOwnChannelBlocks);
     if constexpr (Pipeline::kCombinesInCluster) {
       if (params.schedule.in_cluster)
         return store_partial<Traits>(tCrO, softmax, work_tile.rows, worker.part, pipeline.partial());

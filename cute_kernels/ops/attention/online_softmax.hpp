@@ -12,11 +12,29 @@
 
 #include <cute/arch/copy_sm75.hpp>
 
+#include "cute_kernels/mma/scales.hpp"
 #include "cute_kernels/ops/attention/worker.hpp"
 
 namespace cute_kernels::attention {
 
 inline constexpr float kRescaleThreshold = 8;  // P stays below 2^8, far within the range of fp16
+inline constexpr float kLargestProduct = 256;  // 2^8
+
+// What P is multiplied by, token by token, before it multiplies values: the scales of a codec with scales, else nothing.
+// The bound on P, and so on its exponent, is one on the product; sums are of P alone.
+struct UnscaledValues {
+  static constexpr bool kScaled = false;
+  CUTE_DEVICE float exponent(float s, int, int) const { return s; }
+  CUTE_DEVICE float scaled(float p, int, int) const { return p; }
+};
+template <class Traits>
+struct ScaledValues {
+  static constexpr bool kScaled = true;
+  mma::LaneScales<Traits::kOwnTokenBlocks> scales;
+
+  CUTE_DEVICE float exponent(float s, int m, int j) const { return s + ptx::log2_approximate(scales.of[m][j]); }
+  CUTE_DEVICE float scaled(float p, int m, int j) const { return p * scales.of[m][j]; }
+};
 
 template <class Traits>
 class OnlineSoftmax {
@@ -37,22 +55,30 @@ class OnlineSoftmax {
   template <class FragmentS>
   CUTE_DEVICE void scale(FragmentS& tCrS /* ((2,2),own MMA_M,MMA_N) */, float scale_log2) const {
     CUTE_UNROLL
-    for (int i = 0; i < kRows; ++i) for_logits(tCrS, i, [&](float& s) { s = fmaf(s, scale_log2, -row_max_[i]); });
+    for (int i = 0; i < kRows; ++i)
+      for_logits(tCrS, i, [&](float& s, int, int) { s = fmaf(s, scale_log2, -row_max_[i]); });
+  }
+
+  // The same of numbers of codes, times the scales of tokens and the rows' powers of two (mma/scales.hpp).
+  template <class FragmentS, int kBlocks>
+  CUTE_DEVICE void scale(FragmentS& tCrS, mma::LaneScales<kBlocks> const& scales,
+                         float const (&row_scale)[kRows]) const {
+    CUTE_UNROLL
+    for (int i = 0; i < kRows; ++i)
+      for_logits(tCrS, i, [&](float& s, int m, int j) { s = fmaf(s * scales.of[m][j], row_scale[i], -row_max_[i]); });
   }
 
   // Takes this warp's exponents, -infinity for masked tokens; returns the tile's P as B fragments, and O^T rescaled
   // where row_max rose.
-  template <class FragmentS, class FragmentP, class FragmentO>
+  template <class FragmentS, class FragmentP, class FragmentO, class Values = UnscaledValues>
   CUTE_DEVICE void step(FragmentS& tCrS /* ((2,2),own MMA_M,MMA_N) */, TokenOrders const& orders,
-                        FragmentP& tCrP /* ((2,2),MMA_N,MMA_K) */, FragmentO& tCrO /* ((2,2),own MMA_M,MMA_N) */) {
-    bool rises = false;
-    CUTE_UNROLL
-    for (int i = 0; i < kRows; ++i) for_logits(tCrS, i, [&](float s) { rises |= s > threshold_[i]; });
+                        FragmentP& tCrP /* ((2,2),MMA_N,MMA_K) */, FragmentO& tCrO /* ((2,2),own MMA_M,MMA_N) */,
+                        Values const& values = {}) {
+    using P = typename FragmentP::value_type;
     float sum[kRows];
-    store_p(tCrS, orders, sum);
-    if (worker_.sync_any(rises)) {
-      rescale(tCrS, tCrO);
-      store_p(tCrS, orders, sum);
+    if (worker_.sync_any(store_p<P>(tCrS, orders, values, sum))) {
+      rescale(tCrS, values, tCrO);
+      store_p<P>(tCrS, orders, values, sum);
       worker_.sync();
     }
     CUTE_UNROLL
@@ -89,13 +115,20 @@ class OnlineSoftmax {
     CUTE_UNROLL
     for (int m = 0; m < size<1>(tCrS); ++m) {
       CUTE_UNROLL
-      for (int j = 0; j < 2; ++j) f(tCrS(make_coord(row % 2, j), m, row / 2));
+      for (int j = 0; j < 2; ++j) f(tCrS(make_coord(row % 2, j), m, row / 2), m, j);
     }
   }
 
-  template <class FragmentS>
-  CUTE_DEVICE void store_p(FragmentS const& tCrS, TokenOrders const& orders, float (&sum)[kRows]) {
-    using Element = typename Traits::Element;
+  // Element: of P. Returns whether an exponent of this lane's is above the threshold. With scales that is seen by the
+  // product, which takes no logarithm; before the first exponent there is no product that is not.
+  template <class Element, class FragmentS, class Values>
+  CUTE_DEVICE bool store_p(FragmentS const& tCrS, TokenOrders const& orders, Values const& values,
+                           float (&sum)[kRows]) {
+    bool rises = false;
+    if constexpr (!Values::kScaled) {
+      CUTE_UNROLL
+      for (int i = 0; i < kRows; ++i) for_logits(tCrS, i, [&](float s, int, int) { rises |= s > threshold_[i]; });
+    }
     Tensor tCrP = make_tensor<Element>(
         Shape<Shape<_2, _2>, Int<Traits::kRowBlocks>, Int<Traits::kOwnTokenBlocks>>{});  // ((2,2),MMA_N,own MMA_K)
     Tensor pairs = recast<uint32_t>(tCrP);                                               // (2,MMA_N,own MMA_K)
@@ -112,6 +145,9 @@ class OnlineSoftmax {
           for (int i = 0; i < 2; ++i) {
             p[i] = ptx::exp2_approximate(tCrS(make_coord(i, j), m, n));
             sum[2 * n + i] += p[i];
+            p[i] = values.scaled(p[i], m, j);
+            if constexpr (Values::kScaled)
+              rises |= p[i] >= (threshold_[2 * n + i] == -INFINITY ? 0.f : kLargestProduct);
           }
           cutlass::Array<Element, 2> packed = cutlass::NumericArrayConverter<Element, float, 2>{}(p);
           SM75_U32x1_MOVM_T::copy(reinterpret_cast<uint32_t const&>(packed), pairs(j, n, m));
@@ -123,16 +159,17 @@ class OnlineSoftmax {
       }
     }
     shared_p_.store(worker_, buffer_, orders, tCrP);
+    return rises;
   }
 
   // Raises row_max to the largest logits seen, and rescales exponents, sums and O^T to it.
-  template <class FragmentS, class FragmentO>
-  CUTE_DEVICE void rescale(FragmentS& tCrS, FragmentO& tCrO) {
+  template <class FragmentS, class Values, class FragmentO>
+  CUTE_DEVICE void rescale(FragmentS& tCrS, Values const& values, FragmentO& tCrO) {
     float largest[kRows];  // exponents
     CUTE_UNROLL
     for (int i = 0; i < kRows; ++i) {
       largest[i] = fminf(threshold_[i], 0);
-      for_logits(tCrS, i, [&](float s) { largest[i] = fmaxf(largest[i], s); });
+      for_logits(tCrS, i, [&](float s, int m, int j) { largest[i] = fmaxf(largest[i], values.exponent(s, m, j)); });
       CUTE_UNROLL
       for (int lanes = 4; lanes < 32; lanes *= 2)
         largest[i] = fmaxf(largest[i], __shfl_xor_sync(~0u, largest[i], lanes));
@@ -144,7 +181,7 @@ class OnlineSoftmax {
       float factor = ptx::exp2_approximate(-fmaxf(rise, 0));  // the first may be below 0, where there is no sum yet
       if (largest[i] > -INFINITY) threshold_[i] = kRescaleThreshold;
       row_max_[i] += rise;
-      for_logits(tCrS, i, [&](float& s) { s -= rise; });
+      for_logits(tCrS, i, [&](float& s, int, int) { s -= rise; });
       row_sum_[i] *= factor;
       CUTE_UNROLL
       for (int m = 0; m < size<1>(tCrO); ++m) {

@@ -11,6 +11,11 @@ namespace cute_kernels::attention {
 inline constexpr int kOrderBytes = format::kTileTokens;
 inline constexpr int kStageOrders = 2;  // token orders that a stage has bytes for
 
+// Of what comes with a tile in a stage: token orders, and with keys the scales of the tokens of their values.
+constexpr int stage_extra_bytes(bool has_scales) {
+  return kStageOrders * kOrderBytes + (has_scales ? format::kRowBytes : 0);
+}
+
 // From token to token of a window tile in a stage: whole vectors of 16 bytes.
 CUTE_HOST_DEVICE constexpr int window_row_elements(int head_dim) { return (head_dim + 7) / 8 * 8; }
 

@@ -1,4 +1,4 @@
-// What a stage in shared memory holds: a tile's block, and the token orders that come with it.
+// What a stage in shared memory holds: a tile's block, and the token orders and scales that come with it.
 #pragma once
 
 #include "cute_kernels/ops/attention/params.hpp"
@@ -8,13 +8,15 @@ namespace cute_kernels::attention {
 
 struct Stage {
   uint8_t* block;
-  uint8_t* token_order;  // of keys; of values where Params::zero_masked
-  uint8_t* value_order;  // beside the keys' where Params::separate_orders
+  uint8_t* token_order;   // of keys; of values where Params::zero_masked
+  uint8_t* value_order;   // beside the keys' where Params::separate_orders
+  uint8_t* value_scales;  // beside the keys: a row of scales; of a codec with scales
 
   CUTE_DEVICE Stage(pipeline::Stages const& stages, uint8_t* data)
       : block(data),
         token_order(data + stages.stage_bytes - kStageOrders * kOrderBytes),
-        value_order(token_order + kOrderBytes) {}
+        value_order(token_order + kOrderBytes),
+        value_scales(token_order - format::kRowBytes) {}
 };
 
 // Elements from the start of keys or values of the windows to a token of the work tile's.
@@ -24,6 +26,10 @@ CUTE_DEVICE int64_t window_offset(schedule::WorkTile const& work_tile, int64_t c
 
 CUTE_DEVICE uint8_t const* channel_order(format::SparseView const& view, schedule::WorkTile const& work_tile) {
   return view.channel_order_of(work_tile.sequence, work_tile.kv_head);
+}
+
+CUTE_DEVICE uint16_t const* channel_scale(format::SparseView const& view, schedule::WorkTile const& work_tile) {
+  return view.channel_scale_of(work_tile.sequence, work_tile.kv_head);
 }
 
 // What fills a stage: a compressed tile, a window tile if the window is staged, or nothing. The two stages of a KV tile

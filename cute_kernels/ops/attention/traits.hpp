@@ -22,7 +22,8 @@ struct Traits {
   using Stored = Stored_;
   using TileFormat = typename Stored::TileFormat;
   using Codec = typename Stored::Codec;
-  using Element = typename Stored::Element;
+  using Element = typename Stored::Dense;  // of q, window and results: maybe only bits
+  static constexpr bool kHasScales = Codec::kHasScales, kHasNonfinite = Codec::kHasNan;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kN = kN_;  // query rows
   static constexpr bool kUniform = kUniform_, kSeparateOrders = kSeparateOrders_;

@@ -13,7 +13,8 @@
 
 namespace cute_kernels::attention {
 
-template <class Traits>
+// Element: of the window and of queries.
+template <class Traits, class Element>
 class WindowTile {
  public:
   static_assert(schedule::kWindowTileTokens == 16 * Traits::kWorkerWarps);
@@ -120,7 +121,6 @@ class WindowTile {
   }
 
  private:
-  using Element = typename Traits::Element;
   static constexpr int kBlocks =
       2;  // of 16 channels, that are loaded at a time: as matrices of 8 channels and 8 tokens
   static constexpr int kMatrices = 2 * kBlocks;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cute_kernels/common/ptx.hpp"
+#include "cute_kernels/mma/scales.hpp"
 #include "cute_kernels/ops/attention/traits.hpp"
 #include "cute_kernels/pipeline/named_barriers.hpp"
 
@@ -25,17 +26,26 @@ struct TokenOrders {
   uint8_t const *keys, *values;
 };
 
+// A base of what follows where it is used: scales of values by token, for each warp.
+template <class Traits, bool kUsed>
+struct ScalesByToken {};
+template <class Traits>
+struct ScalesByToken<Traits, true> {
+  uint16_t scale_of_token[Traits::kWorkerWarps][Traits::kTokens];
+};
+
 // One for a worker. Two buffers of P: a warp may be a tile ahead of the other until their next barrier.
 template <class Traits>
-class SharedP {
+class SharedP : private ScalesByToken<Traits, Traits::kHasScales && Traits::kSeparateOrders> {
  public:
   // This warp's part of P, as B fragments.
   template <class Fragment>
   CUTE_DEVICE void store(Worker<Traits> const& worker, int buffer, TokenOrders const& orders,
                          Fragment const& tCrP /* ((2,2),N/8,own token blocks) */) {
     if (orders.keys) {
-      for_tokens(tCrP, worker.part * Traits::kOwnTokenBlocks, orders.keys,
-                 [&](auto v, int n, int k, int at) { p_[buffer][at] = tCrP(v, n, k); });
+      Tensor bits = recast<Element>(tCrP);  // of 16, whichever type P has
+      for_tokens(bits, worker.part * Traits::kOwnTokenBlocks, orders.keys,
+                 [&](auto v, int n, int k, int at) { p_[buffer][at] = bits(v, n, k); });
       return;
     }
     Tensor pairs = recast<uint32_t>(tCrP);  // (2,N/8,own token blocks)
@@ -52,7 +62,8 @@ class SharedP {
   template <class Fragment>
   CUTE_DEVICE void load(int buffer, TokenOrders const& orders, Fragment& tCrP /* ((2,2),N/8,token blocks) */) {
     if (orders.keys) {
-      for_tokens(tCrP, 0, orders.values, [&](auto v, int n, int k, int at) { tCrP(v, n, k) = p_[buffer][at]; });
+      Tensor bits = recast<Element>(tCrP);
+      for_tokens(bits, 0, orders.values, [&](auto v, int n, int k, int at) { bits(v, n, k) = p_[buffer][at]; });
       return;
     }
     Tensor pairs = recast<uint32_t>(tCrP);  // (2,N/8,token blocks)
@@ -64,6 +75,25 @@ class SharedP {
         pairs(0, n, k) = x.x, pairs(1, n, k) = x.y, pairs(0, n, k + 1) = x.z, pairs(1, n, k + 1) = x.w;
       }
     }
+  }
+
+  // The scales of values, a row in their order, at this warp's tokens in the order of the keys.
+  CUTE_DEVICE mma::LaneScales<Traits::kOwnTokenBlocks> reorder_scales(uint8_t const* row, TokenOrders const& orders,
+                                                                      int part) {
+    int lane = ptx::lane_index();
+    __syncwarp();  // those of the tile before have been read
+    CUTE_UNROLL
+    for (int position = lane; position < Traits::kTokens; position += 32)
+      this->scale_of_token[part][orders.values[position]] =
+          reinterpret_cast<uint16_t const*>(row)[format::scale_index(position)];
+    __syncwarp();
+    mma::LaneScales<Traits::kOwnTokenBlocks> scales;
+    CUTE_UNROLL
+    for (int i = 0; i < 2 * Traits::kOwnTokenBlocks; ++i) {
+      int position = 16 * Traits::kOwnTokenBlocks * part + 8 * i + lane / 4;
+      scales.of[i / 2][i % 2] = format::scale_value(this->scale_of_token[part][orders.keys[position]]);
+    }
+    return scales;
   }
 
   // A row of the work tile's q, for which there is room of its own.

@@ -13,27 +13,36 @@ namespace cute_kernels::attention {
 template <class Traits>
 struct ValueColumn {
   using TileFormat = typename Traits::TileFormat;
-  static_assert(Traits::Codec::kValueBits == 16, "a stream's value is half a word");
-  static constexpr int kBitmapRows = TileFormat::bitmap_rows(Traits::kHeadDim);
+  using Codec = typename Traits::Codec;
+  static_assert(Codec::kValueBits >= 8, "a stream's value is whole bytes");
+  using Value = std::conditional_t<Codec::kIsNarrow, uint8_t, uint16_t>;
+  static constexpr int kFirstRow = TileFormat::template first_value_row<Codec>(Traits::kHeadDim);
   uint32_t* words;
-  uint16_t* values;
+  Value* values;
 
   CUTE_DEVICE explicit ValueColumn(uint8_t* block)
       : words(reinterpret_cast<uint32_t*>(block) + threadIdx.x % 32),
-        values(reinterpret_cast<uint16_t*>(words + kBitmapRows * format::kLanes)) {}
+        values(reinterpret_cast<Value*>(words + kFirstRow * format::kLanes)) {}
 
   // Whether any value is infinity or NaN.
   CUTE_DEVICE bool has_nonfinite() const {
-    constexpr bool kHalf = std::is_same_v<typename Traits::Element, half_t>;
-    constexpr uint32_t kExponents = kHalf ? 0x7c007c00 : 0x7f807f80, kLowestBits = kHalf ? 0x04000400 : 0x00800080;
-    uint32_t column = cast_smem_ptr_to_uint(words), carried = 0;  // out of an exponent that is all ones
-    using Decoder = mma::Decoder<TileFormat, typename Traits::Codec>;
-    auto last = Decoder::template first<Traits::kHeadDim, 2>(column, 2);  // behind both parts
+    uint32_t column = cast_smem_ptr_to_uint(words), begin = column + kFirstRow * format::kRowBytes;
+    uint32_t carried = 0;  // out of an exponent, or a code, that is all ones
+    auto last = mma::Decoder<TileFormat, Codec>::template first<Traits::kHeadDim, 2>(column, 2);  // behind both parts
+    if constexpr (Codec::kIsNarrow) {
+      int rows = Codec::value_rows(static_cast<int>(max(last.taken[0], last.taken[1])));
 #pragma unroll 4
-    for (uint32_t at = column + kBitmapRows * format::kRowBytes; at <= max(last.low, last.high);
-         at += format::kRowBytes)
-      carried |= (ptx::load_shared_u32(at) & kExponents) + kLowestBits;  // a shorter stream is filled with zeros
-    return carried & 0x80008000;
+      for (uint32_t at = begin; at < begin + rows * format::kRowBytes; at += format::kRowBytes)
+        carried |= (ptx::load_shared_u32(at) & 0x7f7f7f7fu) + 0x01010101u;
+      return carried & 0x80808080u;
+    } else {
+      constexpr bool kHalf = std::is_same_v<typename Traits::Element, half_t>;
+      constexpr uint32_t kExponents = kHalf ? 0x7c007c00 : 0x7f807f80, kLowestBits = kHalf ? 0x04000400 : 0x00800080;
+#pragma unroll 4
+      for (uint32_t at = begin; at <= max(last.low, last.high); at += format::kRowBytes)
+        carried |= (ptx::load_shared_u32(at) & kExponents) + kLowestBits;  // a shorter stream is filled with zeros
+      return carried & 0x80008000;
+    }
   }
 
   // Those of tokens from `tokens` on become zeros.
@@ -42,10 +51,12 @@ struct ValueColumn {
     int row[2] = {0, 0};
     CUTE_NO_UNROLL
     for (int e = 0; e < TileFormat::lane_elements(Traits::kHeadDim); ++e) {
-      if (!(words[TileFormat::bitmap_word(e) * format::kLanes] >> TileFormat::bitmap_bit(e) & 1)) continue;
+      int bit = TileFormat::template bitmap_bit<Codec::kBitDistance>(e);
+      if (!(words[TileFormat::bitmap_word(e) * format::kLanes] >> bit & 1)) continue;
       int stream = TileFormat::stream(e), at = stream ? row[1]++ : row[0]++;
       if (token_order[layout(threadIdx.x % 32, e) / Traits::kHeadDim] >= tokens)
-        values[at * (format::kRowBytes / 2) + stream] = 0;
+        values[Codec::value_row(stream, at) * (format::kRowBytes / static_cast<int>(sizeof(Value))) +
+               Codec::first_bit(stream, at) / Codec::kValueBits] = 0;
     }
   }
 };
@@ -55,9 +66,11 @@ struct ValueColumn {
 // worker.
 template <class Traits>
 CUTE_DEVICE void zero_masked_values(Worker<Traits> const& worker, Stage const& stage, int tokens) {
-  ValueColumn<Traits> column(stage.block);
-  if (worker.part == 0 && __any_sync(~0u, column.has_nonfinite())) column.zero_from(stage.token_order, tokens);
-  worker.sync();
+  if constexpr (Traits::kHasNonfinite) {
+    ValueColumn<Traits> column(stage.block);
+    if (worker.part == 0 && __any_sync(~0u, column.has_nonfinite())) column.zero_from(stage.token_order, tokens);
+    worker.sync();
+  }
 }
 
 }  // namespace cute_kernels::attention

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "cute_kernels/common/numeric.hpp"
+#include "cute_kernels/mma/scales.hpp"
 #include "cute_kernels/mma/warp/traits.hpp"
 #include "cute_kernels/ops/av/params.hpp"
 #include "cute_kernels/ops/product/stage.hpp"
@@ -97,6 +98,34 @@ struct LaneTokens {
   CUTE_DEVICE int operator()(int v, int k) const { return pair[k][v % 2] >> (8 * (v / 2)) & 0xff; }
 };
 
+// The scales of the same tokens, of a codec with scales: p is multiplied by them.
+template <class Traits>
+class ColumnScales {
+ public:
+  CUTE_DEVICE explicit ColumnScales(uint8_t const* block) {
+    if constexpr (Traits::kHasScales) {
+      // Columns 2t + {0, 1} and + 8 of the block k have positions 16 k + 2t + {0, 8} and 1 more.
+      constexpr int kBitmapBytes = Traits::TileFormat::bitmap_rows(Traits::kHeadDim) * format::kRowBytes;
+      static_assert(format::scale_index(16) == 2 && format::scale_index(8) == 1 && format::scale_index(1) == 8);
+      auto const* from = reinterpret_cast<uint4 const*>(block + kBitmapBytes) + 2 * (threadIdx.x % 4);
+      CUTE_UNROLL
+      for (int i = 0; i < 2; ++i) {
+        uint4 x = from[i];
+        pairs_[i][0] = x.x, pairs_[i][1] = x.y, pairs_[i][2] = x.z, pairs_[i][3] = x.w;
+      }
+    }
+  }
+  // p of a token times its scale. v, k: as of LaneTokens
+  CUTE_DEVICE float operator()(float p, int v, int k) const {
+    if constexpr (!Traits::kHasScales) return p;
+    float2 pair = mma::scale_pair(pairs_[v / 2][k]);
+    return p * (v % 2 ? pair.y : pair.x);
+  }
+
+ private:
+  uint32_t pairs_[2][Traits::kTokens / 16];
+};
+
 template <class Traits, bool kConverts>
 class ProbabilityLoader {
  public:
@@ -107,7 +136,8 @@ class ProbabilityLoader {
       load_as<Element>(work_tile, stage, tCrB, tCrC);
     } else {
       visit_dtype(params.dense.dtype, [&](auto type) {
-        if constexpr (!std::is_same_v<decltype(type), Element>) load_as<decltype(type)>(work_tile, stage, tCrB, tCrC);
+        if constexpr (Traits::kHasScales || !std::is_same_v<decltype(type), Element>)
+          load_as<decltype(type)>(work_tile, stage, tCrB, tCrC);
       });
     }
   }
@@ -133,6 +163,7 @@ class ProbabilityLoader {
     Tensor tCcB = thr_mma.partition_B(cB);                                // ((2,2),MMA_N,MMA_K)
     CUTE_STATIC_ASSERT_V(shape(tCcB) == shape(tCrB));
     LaneTokens<Traits> token(stage.token_order, tCcB);
+    ColumnScales<Traits> token_scale(stage.block);
     CUTE_UNROLL
     for (int n = 0; n < size<1>(tCrB); ++n) {
       int row = min(get<0>(tCcB(0, n, 0)), work_tile.rows - 1);  // rows beyond the last are computed and never stored
@@ -144,7 +175,8 @@ class ProbabilityLoader {
         for (int k = 0; k < size<2>(tCrB); ++k) {
           CUTE_UNROLL
           for (int v = 0; v < 4; ++v)
-            largest = fmaxf(largest, fabsf(float(p[token(v, k)])));  // ignores NaN, which needs no scale
+            largest =
+                fmaxf(largest, fabsf(token_scale(float(p[token(v, k)]), v, k)));  // ignores NaN: it needs no scale
         }
         scale = scales_.rescale(largest, n, tCrC);
       }
@@ -152,10 +184,10 @@ class ProbabilityLoader {
       for (int k = 0; k < size<2>(tCrB); ++k) {
         CUTE_UNROLL
         for (int v = 0; v < 4; ++v) {
-          if constexpr (std::is_same_v<P, Element>)
+          if constexpr (std::is_same_v<P, Element> && !Traits::kHasScales)
             tCrB(v, n, k) = p[token(v, k)];
           else
-            tCrB(v, n, k) = Element(float(p[token(v, k)]) * scale);
+            tCrB(v, n, k) = Element(token_scale(float(p[token(v, k)]), v, k) * scale);
         }
       }
     }

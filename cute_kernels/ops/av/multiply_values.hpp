@@ -42,6 +42,7 @@ CUTE_DEVICE void multiply_values(Params const& params, Schedule const& schedule,
       pipeline.release();
     }
     probabilities.finish(tCrC);
+    if constexpr (Traits::kHasScales) mma::scale_channels<false>(tCrC, params.channel_scale(work_tile), 0);
     store(tCrC, work_tile);
   }
 }

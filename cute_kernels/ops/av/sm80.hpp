@@ -23,7 +23,7 @@ struct PFetch {
   }
 };
 
-// kConverts: p is not in the type of V.
+// kConverts: p is not in the type of V, or is to be scaled.
 template <class Traits, bool kConverts>
 __global__ void __launch_bounds__(32 * Traits::kMaxWarps, 1) sparse_av_kernel(CUTE_GRID_CONSTANT Params const params) {
   extern __shared__ __align__(128) uint8_t shared[];
@@ -48,9 +48,9 @@ __global__ void __launch_bounds__(32 * Traits::kMaxWarps, 1) sparse_av_kernel(CU
   reduce::sum_in_cta<OutputShape<Traits>>(params.output, shared, own_bytes, last_work_tiles, params.schedule.workers);
 }
 
-template <int kHeadDim>
+template <int kHeadDim, class Codecs>
 pipeline::KernelLimits limits(format::CodecId codec, int n) {
-  return product::sm80::visit_traits<format::Role::kValue, kHeadDim>(codec, n, [](auto traits) {
+  return product::sm80::visit_traits<format::Role::kValue, kHeadDim, Codecs>(codec, n, [](auto traits) {
     using T = decltype(traits);
     auto limits = product::sm80::limits<T>(sizeof(Partial<T>) / pipeline::kMinCpAsyncStages, true);
     limits.fixed_shared_bytes = T::kMaxWarps * sizeof(int);
@@ -58,20 +58,24 @@ pipeline::KernelLimits limits(format::CodecId codec, int n) {
   });
 }
 
-template <int kHeadDim>
+template <int kHeadDim, class Codecs>
 void launch(Params const& params, pipeline::Config const& config, cudaStream_t stream) {
-  product::sm80::visit_traits<format::Role::kValue, kHeadDim>(params.sparse.codec, config.n, [&](auto traits) {
+  product::sm80::visit_traits<format::Role::kValue, kHeadDim, Codecs>(params.sparse.codec, config.n, [&](auto traits) {
     using T = decltype(traits);
-    bool converts = params.dense.dtype != params.sparse.dtype;
-    product::sm80::launch(converts ? sparse_av_kernel<T, true> : sparse_av_kernel<T, false>, params, config, stream);
-    reduce::launch_combine<reduce::Sum, OutputShape<T>, typename T::Element, schedule::ProductPolicy<T::kN>>(
+    if constexpr (T::kHasScales) {
+      product::sm80::launch(sparse_av_kernel<T, true>, params, config, stream);
+    } else {
+      bool converts = params.dense.dtype != params.sparse.dtype;
+      product::sm80::launch(converts ? sparse_av_kernel<T, true> : sparse_av_kernel<T, false>, params, config, stream);
+    }
+    reduce::launch_combine<reduce::Sum, OutputShape<T>, typename T::Dense, schedule::ProductPolicy<T::kN>>(
         params.schedule, params.output, config, 0, stream);
   });
 }
 
-template <int kHeadDim>
+template <int kHeadDim, class Codecs>
 Launcher<Params> launcher() {
-  return {limits<kHeadDim>, launch<kHeadDim>};
+  return {product::sm80::kMaxRows<Codecs>, limits<kHeadDim, Codecs>, launch<kHeadDim, Codecs>};
 }
 
 }  // namespace cute_kernels::av::sm80

@@ -24,13 +24,13 @@ struct PCopy {
   }
 };
 
-// kConverts: p is not in the type of V.
+// kConverts: p is not in the type of V, or is to be scaled.
 template <class Traits, bool kConverts>
 __global__ void __launch_bounds__(pipeline::kMaxThreads<product::sm90::kMaxWarpgroups<Traits>>, 1)
     sparse_av_warps(CUTE_GRID_CONSTANT RingParams const params) {
   extern __shared__ __align__(128) uint8_t shared[];
   using Policy = schedule::ProductPolicy<Traits::kN>;
-  using Combine = reduce::ClusterCombine<reduce::Sum, OutputShape<Traits>, typename Traits::Element, Policy>;
+  using Combine = reduce::ClusterCombine<reduce::Sum, OutputShape<Traits>, typename Traits::Dense, Policy>;
   ptx::launch_dependents();
   if (params.has_p_map && threadIdx.x == 0)
     prefetch_tma_descriptor(reinterpret_cast<TmaDescriptor const*>(&params.p_map));
@@ -64,9 +64,9 @@ __global__ void __launch_bounds__(pipeline::kMaxThreads<product::sm90::kMaxWarpg
       });
 }
 
-template <int kHeadDim>
+template <int kHeadDim, class Codecs>
 pipeline::KernelLimits limits(format::CodecId codec, int n) {
-  return product::sm90::visit_traits<format::Role::kValue, kHeadDim>(codec, n, [](auto traits) {
+  return product::sm90::visit_traits<format::Role::kValue, kHeadDim, Codecs>(codec, n, [](auto traits) {
     using T = decltype(traits);
     if constexpr (product::sm90::kByWarps<T>)
       return product::sm90::warp_limits<T>(sizeof(Partial<T>), true);
@@ -75,16 +75,18 @@ pipeline::KernelLimits limits(format::CodecId codec, int n) {
   });
 }
 
-template <int kHeadDim>
+template <int kHeadDim, class Codecs>
 void launch(Params const& params, pipeline::Config const& config, cudaStream_t stream) {
   RingParams ring_params{};
   static_cast<pipeline::RingParams<Params>&>(ring_params) = pipeline::ring_params(params, params.stages, config);
   ring_params.prefetch_row_offsets = pipeline::row_offset_prefetch(params.sparse, config);
   make_p_map(ring_params, config.n);
   bool converts = params.dense.dtype != params.sparse.dtype;
-  product::sm90::visit_traits<format::Role::kValue, kHeadDim>(params.sparse.codec, config.n, [&](auto traits) {
+  product::sm90::visit_traits<format::Role::kValue, kHeadDim, Codecs>(params.sparse.codec, config.n, [&](auto traits) {
     using T = decltype(traits);
-    if constexpr (product::sm90::kByWarps<T>)
+    if constexpr (T::kHasScales)
+      product::sm90::launch(sparse_av_warps<T, true>, ring_params, config, 32, product::sm90::kWarpFixedBytes, stream);
+    else if constexpr (product::sm90::kByWarps<T>)
       product::sm90::launch(converts ? sparse_av_warps<T, true> : sparse_av_warps<T, false>, ring_params, config, 32,
                             product::sm90::kWarpFixedBytes, stream);
     else
@@ -92,14 +94,14 @@ void launch(Params const& params, pipeline::Config const& config, cudaStream_t s
                             config, mma::kWarpgroupThreads,
                             product::sm90::kWarpgroupsFixedBytes<T, WarpgroupStorage<T>>, stream);
     if (params.schedule.in_cluster) return;
-    reduce::launch_combine<reduce::Sum, OutputShape<T>, typename T::Element, schedule::ProductPolicy<T::kN>>(
+    reduce::launch_combine<reduce::Sum, OutputShape<T>, typename T::Dense, schedule::ProductPolicy<T::kN>>(
         params.schedule, params.output, config, 0, stream);
   });
 }
 
-template <int kHeadDim>
+template <int kHeadDim, class Codecs>
 Launcher<Params> launcher() {
-  return {limits<kHeadDim>, launch<kHeadDim>};
+  return {product::sm90::kMaxRows<Codecs>, limits<kHeadDim, Codecs>, launch<kHeadDim, Codecs>};
 }
 
 }  // namespace cute_kernels::av::sm90

@@ -49,6 +49,9 @@ struct Params {
   CUTE_HOST_DEVICE uint8_t const* channel_order(schedule::WorkTile const& work_tile) const {
     return sparse.channel_order_of(work_tile.row, work_tile.kv_head);
   }
+  CUTE_HOST_DEVICE uint16_t const* channel_scale(schedule::WorkTile const& work_tile) const {
+    return sparse.channel_scale_of(work_tile.row, work_tile.kv_head);
+  }
 };
 
 }  // namespace cute_kernels::product

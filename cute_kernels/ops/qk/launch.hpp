@@ -7,12 +7,12 @@
 namespace cute_kernels::qk {
 
 namespace sm80 {
-template <int kHeadDim>
+template <int kHeadDim, class Codecs>
 Launcher<Params> launcher();
 }
 
 namespace sm90 {
-template <int kHeadDim>
+template <int kHeadDim, class Codecs>
 Launcher<Params> launcher();
 }
 

@@ -1,6 +1,7 @@
 // sparse_qk by warps: S^T = K Q^T, a tile of keys to a warp at a time.
 #pragma once
 
+#include "cute_kernels/mma/scales.hpp"
 #include "cute_kernels/mma/warp/multiply_tile.hpp"
 #include "cute_kernels/ops/product/stage.hpp"
 #include "cute_kernels/ops/qk/store_logits.hpp"
@@ -43,6 +44,44 @@ CUTE_DEVICE void load_queries(Params const& params, schedule::WorkTile const& wo
   }
 }
 
+// The same times the scales of the channels, see mma/scales.hpp.
+template <class Traits, class Fragment, int kRows>
+CUTE_DEVICE void load_scaled_queries(Params const& params, schedule::WorkTile const& work_tile,
+                                     Fragment& tCrB /* ((2,2),MMA_N,MMA_K) */, float (&undo)[kRows]) {
+  uint8_t const* channel_order = params.channel_order(work_tile);
+  uint16_t const* channel_scale = params.channel_scale(work_tile);
+  auto product = [&](int lane, int n, int v, int k) {
+    int row = min(8 * n + lane / 4, work_tile.rows - 1);
+    auto const* q = static_cast<uint16_t const*>(params.dense.data) + params.head_offset(work_tile) +
+                    params.row_offset(work_tile.first_row + row);
+    int position = Traits::TileFormat::position_of_column(16 * k + v % 2) + 2 * (lane % 4) + v / 2;
+    int channel = __ldg(channel_order + position);
+    if (channel >= params.sparse.head_dim) return 0.f;
+    return from_half_bits(q[channel], params.sparse.dtype) * format::scale_value(__ldg(channel_scale + position));
+  };
+  mma::load_scaled_rows(tCrB, product, undo);
+}
+
+// Logits of numbers of codes times the scales of tokens and what rows were divided by. block: of the tile, which has not
+// been written over.
+template <class Traits, class Fragment, int kRows>
+CUTE_DEVICE void scale_logits(uint8_t const* block, float const (&undo)[kRows],
+                              Fragment& tCrC /* ((2,2),MMA_M,MMA_N) */) {
+  constexpr int kBitmapBytes = Traits::TileFormat::bitmap_rows(Traits::kHeadDim) * format::kRowBytes;
+  mma::LaneScales<Traits::kM / 16> scales(block + kBitmapBytes, 0);
+  CUTE_UNROLL
+  for (int n = 0; n < size<2>(tCrC); ++n) {
+    CUTE_UNROLL
+    for (int m = 0; m < size<1>(tCrC); ++m) {
+      CUTE_UNROLL
+      for (int j = 0; j < 2; ++j) {
+        tCrC(make_coord(0, j), m, n) *= scales.of[m][j] * undo[2 * n];
+        tCrC(make_coord(1, j), m, n) *= scales.of[m][j] * undo[2 * n + 1];
+      }
+    }
+  }
+}
+
 // All tiles of a warp's split, as `pipeline` loads them.
 template <class Traits, class Schedule, class Pipeline>
 CUTE_DEVICE void multiply_keys(Params const& params, Schedule const& schedule, schedule::Range split,
@@ -53,13 +92,18 @@ CUTE_DEVICE void multiply_keys(Params const& params, Schedule const& schedule, s
   Tensor tCrB = make_tensor<typename Traits::Element>(shape(thr_mma.partition_B(cB)));  // (MMA,MMA_N,MMA_K)
   for (int tile = split.begin; tile < split.end;) {
     schedule::WorkTile work_tile = schedule.work_tile_with(tile);
-    load_queries<Traits>(params, work_tile, tCrB);
+    [[maybe_unused]] float undo[Traits::kN / 4];  // of the rows
+    if constexpr (Traits::kHasScales)
+      load_scaled_queries<Traits>(params, work_tile, tCrB, undo);
+    else
+      load_queries<Traits>(params, work_tile, tCrB);
     CUTE_NO_UNROLL
     for (int end = min(work_tile.tiles.end, split.end); tile < end; ++tile) {
       product::Stage stage = pipeline.next(work_tile, tile);
       Tensor tCrC = partition_fragment_C(TiledMma{}, Shape<Int<Traits::kM>, Int<Traits::kN>>{});  // (MMA,MMA_M,MMA_N)
       clear(tCrC);
       mma::multiply_tile<Traits>(cast_smem_ptr_to_uint(stage.block), tCrB, tCrC);
+      if constexpr (Traits::kHasScales) scale_logits<Traits>(stage.block, undo, tCrC);
       __syncwarp();  // the block has been read: its bytes now take the logits
       store_logits<Traits>(params, work_tile, tile, stage, tCrC);
       pipeline.release();

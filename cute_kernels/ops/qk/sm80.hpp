@@ -24,24 +24,24 @@ __global__ void __launch_bounds__(32 * Traits::kMaxWarps, 1) sparse_qk_kernel(CU
   multiply_keys<Traits>(params, schedule, split, pipeline);
 }
 
-template <int kHeadDim>
+template <int kHeadDim, class Codecs>
 pipeline::KernelLimits limits(format::CodecId codec, int n) {
-  return product::sm80::visit_traits<format::Role::kKey, kHeadDim>(codec, n, [](auto traits) {
+  return product::sm80::visit_traits<format::Role::kKey, kHeadDim, Codecs>(codec, n, [](auto traits) {
     using T = decltype(traits);
     return product::sm80::limits<T>(logits_bytes<T>(), false);
   });
 }
 
-template <int kHeadDim>
+template <int kHeadDim, class Codecs>
 void launch(Params const& params, pipeline::Config const& config, cudaStream_t stream) {
-  product::sm80::visit_traits<format::Role::kKey, kHeadDim>(params.sparse.codec, config.n, [&](auto traits) {
+  product::sm80::visit_traits<format::Role::kKey, kHeadDim, Codecs>(params.sparse.codec, config.n, [&](auto traits) {
     product::sm80::launch(sparse_qk_kernel<decltype(traits)>, params, config, stream);
   });
 }
 
-template <int kHeadDim>
+template <int kHeadDim, class Codecs>
 Launcher<Params> launcher() {
-  return {limits<kHeadDim>, launch<kHeadDim>};
+  return {product::sm80::kMaxRows<Codecs>, limits<kHeadDim, Codecs>, launch<kHeadDim, Codecs>};
 }
 
 }  // namespace cute_kernels::qk::sm80

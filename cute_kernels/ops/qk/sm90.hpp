@@ -24,9 +24,9 @@ __global__ void __launch_bounds__(pipeline::kMaxThreads<product::sm90::kMaxWarpg
       });
 }
 
-template <int kHeadDim>
+template <int kHeadDim, class Codecs>
 pipeline::KernelLimits limits(format::CodecId codec, int n) {
-  return product::sm90::visit_traits<format::Role::kKey, kHeadDim>(codec, n, [](auto traits) {
+  return product::sm90::visit_traits<format::Role::kKey, kHeadDim, Codecs>(codec, n, [](auto traits) {
     using T = decltype(traits);
     if constexpr (product::sm90::kByWarps<T>)
       return product::sm90::warp_limits<T>(logits_bytes<T>(), false);
@@ -35,11 +35,11 @@ pipeline::KernelLimits limits(format::CodecId codec, int n) {
   });
 }
 
-template <int kHeadDim>
+template <int kHeadDim, class Codecs>
 void launch(Params const& params, pipeline::Config const& config, cudaStream_t stream) {
   RingParams ring_params = pipeline::ring_params(params, params.stages, config);
   ring_params.prefetch_row_offsets = pipeline::row_offset_prefetch(params.sparse, config);
-  product::sm90::visit_traits<format::Role::kKey, kHeadDim>(params.sparse.codec, config.n, [&](auto traits) {
+  product::sm90::visit_traits<format::Role::kKey, kHeadDim, Codecs>(params.sparse.codec, config.n, [&](auto traits) {
     using T = decltype(traits);
     if constexpr (product::sm90::kByWarps<T>) {
       product::sm90::launch(sparse_qk_warps<T>, ring_params, config, 32, product::sm90::kWarpFixedBytes, stream);
@@ -52,9 +52,9 @@ void launch(Params const& params, pipeline::Config const& config, cudaStream_t s
   });
 }
 
-template <int kHeadDim>
+template <int kHeadDim, class Codecs>
 Launcher<Params> launcher() {
-  return {limits<kHeadDim>, launch<kHeadDim>};
+  return {product::sm90::kMaxRows<Codecs>, limits<kHeadDim, Codecs>, launch<kHeadDim, Codecs>};
 }
 
 }  // namespace cute_kernels::qk::sm90

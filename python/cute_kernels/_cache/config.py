@@ -14,7 +14,7 @@ from cute_kernels._cache.sequences import TILE, SequenceTable
 from cute_kernels._cache.slot_rows import SlotRows
 from cute_kernels._cache.tile_rules import TileRule
 from cute_kernels._runtime import checks
-from cute_kernels._runtime.extension import _C, own_codec
+from cute_kernels._runtime.extension import _C
 from cute_kernels._runtime.launching import compression_kernels
 from cute_kernels._storage.checks import chosen_codec
 
@@ -38,6 +38,8 @@ class CacheConfig:
     page_tokens: int
     max_append: int
     device: torch.device
+    key_codec: str
+    value_codec: str
     slot_rows: SlotRows
     page_bytes: int
     pages: int
@@ -94,8 +96,9 @@ def config(
     if not padded:
         raise ValueError(f"head_dim must be a multiple of 8, from 8 to {max(_C.format.HEAD_DIMS)}, got {channels}")
     checks.chosen_dtype(dtype, "dtype", checks.CACHE_DTYPES)
-    for name, value in (("codec", codec), ("key_codec", key_codec), ("value_codec", value_codec)):
-        stored_codec(value, name, dtype)
+    of_both = chosen_codec(codec, "codec", dtype)
+    codec_k = of_both if key_codec is None else chosen_codec(key_codec, "key_codec", dtype)
+    codec_v = of_both if value_codec is None else chosen_codec(value_codec, "value_codec", dtype)
     most = _capacity(capacity, 1)
     both = checks.kept_elements(channels, sparsity, keep)
     kept_k = both if key_keep is None else checks.kept_elements(channels, None, key_keep, "key_keep")
@@ -110,7 +113,7 @@ def config(
     if at_once > MAX_APPEND:
         raise ValueError(f"max_append must be at most {MAX_APPEND}, got {at_once}")
     pages_per_sequence = _pages_per_sequence(most, recent, page)
-    slot_rows = SlotRows.holding(padded, keys.mean_kept(channels), values.mean_kept(channels))
+    slot_rows = SlotRows.holding(padded, keys.mean_kept(channels), values.mean_kept(channels), codec_k, codec_v)
     page_bytes = heads * (page // TILE) * _tile_bytes(slot_rows.both)
     if pool_tokens is not None and pool_bytes is not None:
         raise ValueError(
@@ -129,6 +132,11 @@ def config(
     _check_windows(batch * heads * (min(recent, most) + TILE - 1 + at_once) * channels * dtype.itemsize)
     target = checks.kernel_device(device)
     compression_kernels(target)  # raises where the device has none
+    if target.type == "cuda" and codec_k != codec_v:
+        raise RuntimeError(
+            f"key_codec '{codec_k}' and value_codec '{codec_v}': GPU kernels read keys and values in one codec; caches "
+            "on the CPU may have two"
+        )
     return CacheConfig(
         max_batch=batch,
         kv_heads=heads,
@@ -141,21 +149,14 @@ def config(
         page_tokens=page,
         max_append=at_once,
         device=target,
+        key_codec=codec_k,
+        value_codec=codec_v,
         slot_rows=slot_rows,
         page_bytes=page_bytes,
         pages=pages,
         pages_per_sequence=pages_per_sequence,
         pool_argument=argument,
     )
-
-
-def stored_codec(codec: Any, name: str, dtype: torch.dtype) -> None:
-    """Raises TypeError or ValueError unless a cache that grows can store `dtype` in this codec (None: as it is)."""
-    if chosen_codec(codec, name, dtype) != own_codec(dtype):
-        raise ValueError(
-            f"{name} {codec!r} is for caches that compress makes: a cache that grows stores "
-            f"{checks.dtype_name(dtype)} in codec {own_codec(dtype)!r}"
-        )
 
 
 def grown(made_for: CacheConfig, capacity: Any, max_batch: Any) -> CacheConfig:

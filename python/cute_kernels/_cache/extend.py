@@ -98,20 +98,31 @@ def store_run(
     held = run.window - skipped
     mixed = min(tiles.stored, -(-held // TILE_TOKENS))  # tiles that have tokens of the window
     begin = mixed * TILE_TOKENS - held
-    choose = tiles.first == 0 and not pool.shares_orders  # channel orders, from the larger of the two parts
-    if tiles.stored > mixed:
-        keys, values = (x[:, :, begin : begin + (tiles.stored - mixed) * TILE_TOKENS] for x in new)
-        store(keys, values, tiles.first + mixed, choose)
-    if mixed:
-        pairs = zip(old, new)
-        keys, values = (
-            torch.cat([held, x[:, :, : max(begin, 0)]], dim=2)[:, :, : mixed * TILE_TOKENS] for held, x in pairs
-        )
-        store(keys, values, tiles.first, choose and tiles.stored == mixed)
+    choose = tiles.first == 0 and not pool.shares_orders
+
+    def store_new(choose: bool) -> None:
+        if tiles.stored > mixed:
+            keys, values = (x[:, :, begin : begin + (tiles.stored - mixed) * TILE_TOKENS] for x in new)
+            store(keys, values, tiles.first + mixed, choose)
+
+    def store_mixed(choose: bool) -> None:
+        if mixed:
+            pairs = zip(old, new)
+            keys, values = (
+                torch.cat([held, x[:, :, : max(begin, 0)]], dim=2)[:, :, : mixed * TILE_TOKENS] for held, x in pairs
+            )
+            store(keys, values, tiles.first, choose)
+
+    if pool.key_scales is None and pool.value_scales is None:
+        store_new(choose)  # channel orders from the larger of the two parts
+        store_mixed(choose and tiles.stored == mixed)
+    else:
+        store_mixed(choose)  # scales from the first tile, in whichever chunks tokens come
+        store_new(choose and mixed == 0)
 
 
-def settle_run(windows: Windows, lengths: Tensor, k: Tensor, v: Tensor, run: Run, tiles: Tiles) -> None:
-    """Windows and lengths after `store_run` of the same."""
+def settle_run(windows: Windows, lengths: Tensor | None, k: Tensor, v: Tensor, run: Run, tiles: Tiles) -> None:
+    """Windows and, unless None, lengths of both after `store_run` of the same."""
     rows = slice(run.row, run.row + run.count)
     gone = tiles.leaving * TILE_TOKENS
     left = run.window + run.tokens - gone
@@ -121,5 +132,6 @@ def settle_run(windows: Windows, lengths: Tensor, k: Tensor, v: Tensor, run: Run
             window[rows, :, run.window : left].copy_(x)
         else:
             window[rows, :, :left].copy_(x[:, :, begin:] if begin >= 0 else torch.cat([old[:, :, begin:], x], dim=2))
-    lengths[rows].fill_(run.compressed + gone)
-    windows.lengths[rows].fill_(left)
+    if lengths is not None:
+        lengths[rows].fill_(run.compressed + gone)
+        windows.lengths[rows].fill_(left)

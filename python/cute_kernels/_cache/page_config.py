@@ -14,10 +14,16 @@ import torch
 from torch import Tensor
 
 from cute_kernels._cache.slot_rows import SlotRows
-from cute_kernels._runtime.extension import _C
+from cute_kernels._runtime.extension import _C, SCALED_CODECS
 
 TILE_TOKENS: int = _C.format.TILE_TOKENS
 MAX_APPEND = TILE_TOKENS  # tokens that one call of `append` takes
+
+
+def scale_names(key_codec: str, value_codec: str) -> list[str]:
+    """The tensors of a `Pool` that hold scales of channels: those of codecs with scales."""
+    named = ("key_scales", key_codec), ("value_scales", value_codec)
+    return [name for name, codec in named if codec in SCALED_CODECS]
 
 
 class TensorSize(NamedTuple):
@@ -40,6 +46,7 @@ class PageConfig:
     """Sizes that the pages of one layer have in common.
 
     kv_heads, head_dim, dtype: of k and v. key_keep, value_keep: elements that a token keeps, 0: every nonzero.
+    key_codec, value_codec: how they are stored.
     tiles_per_page: tiles of 64 tokens in a page. slot_rows: rows of the slot of a tile.
     shares_orders: whether all sequences have the same channel orders, so that a page serves any of them.
     recent: tokens of a sequence that stay dense at least. max_append: new tokens that one call of `append` takes.
@@ -58,6 +65,8 @@ class PageConfig:
     recent: int
     max_append: int
     stores_full: bool
+    key_codec: str
+    value_codec: str
 
     @cached_property
     def padded_head_dim(self) -> int:
@@ -102,12 +111,16 @@ class PageConfig:
         """All tensors of a `Pool`."""
         orders = (self.kv_heads,) if self.shares_orders else (sequences, self.kv_heads)
         channels = TensorSize((*orders, self.padded_head_dim), torch.uint8)
+        scales = TensorSize(channels.shape, torch.bfloat16)
+        scaled = scale_names(self.key_codec, self.value_codec)
         return self.page_tensors(pages) | {
             "key_channels": channels,
             "value_channels": channels,
             "page_table": TensorSize((sequences, pages_per_sequence), torch.int32),
             "dropped": TensorSize((2, 2), torch.int64),
+            "refused": TensorSize((2,), torch.int64),
             "error": TensorSize((1,), torch.int32),
+            **dict.fromkeys(scaled, scales),
         }
 
     def window_tensors(self, sequences: int) -> dict[str, TensorSize]:

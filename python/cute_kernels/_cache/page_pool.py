@@ -4,10 +4,11 @@ A page holds `tiles_per_page` tiles of 64 consecutive tokens of one sequence, fo
 lies in a slot: slot = (page * Hkv + head) * tiles_per_page + tile in page, its keys' block first and its values' right
 behind. `SlotRows` limits the rows of each and of both. A tile that exceeds them is trimmed: every stream that is too
 long loses its values of least magnitude, of equal ones the later; `Pool.dropped` counts them. CPU and GPU write the
-same bits. Pools store values in the own codec of their dtype.
+same bits.
 
-Channel orders stay, so that tiles can be packed one by one. A sequence has orders of its own, chosen when its first
-tile is stored; or all sequences share them, so that a page serves any of them, and `choose_orders` chooses them once.
+Channel orders stay, so that tiles can be packed one by one, and so do the scales of channels that narrow codecs have. A
+sequence has its own, chosen when its first tile is stored, scales by that tile alone; or all sequences share them, so
+that a page serves any of them, and `choose_orders` chooses them once.
 
 S sequences, Hkv KV heads, D head dim, Dp that of tiles (64, 128 or 256). Nothing here waits for a GPU.
 """
@@ -38,8 +39,8 @@ def store(
 
     k, v: (n, Hkv, 64 c, D) in the pool's dtype, any strides but 1 in the last dimension.
     sequences, first_tiles: int32 (n,), no sequence twice; a row of a negative sequence is left out.
-    new_order: whether the sequences' channel orders are chosen anew from these tokens; None: of those rows whose first
-        tile is 0. Shared orders stay.
+    new_order: whether the sequences' channel orders are chosen anew from these tokens, and scales of channels from the
+        first 64; None: of those rows whose first tile is 0. Shared ones stay.
 
     Tiles without a page are left out, and `pool.error` is set. Callers set the sequences' lengths.
 
@@ -73,7 +74,8 @@ def store(
 
 
 def choose_orders(pool: Pool, k: Tensor, v: Tensor) -> None:
-    """Chooses the shared channel orders by these tokens' nonzeros, so that tiles of tokens like them are short.
+    """Chooses the shared channel orders by these tokens' nonzeros, so that tiles of tokens like them are short, and the
+    shared scales of channels by the first of them.
 
     k, v: (n, Hkv, tokens, D) in the pool's dtype, any strides but 1 in the last dimension: the first prompts, or tokens
         for calibration. Tiles that are stored already cannot be read any more.
@@ -88,10 +90,18 @@ def choose_orders(pool: Pool, k: Tensor, v: Tensor) -> None:
         return
     kernels = compression_kernels(pool.device)
     with kernels.launch() as stream:
-        for x, keep, order in ((k, pool.key_keep, pool.key_channels), (v, pool.value_keep, pool.value_channels)):
-            _, counts = steps.select(kernels, checks.plain(x), keep, stream)
+        for x, keep, order, scales in (
+            (checks.plain(k), pool.key_keep, pool.key_channels, pool.key_scales),
+            (checks.plain(v), pool.value_keep, pool.value_channels, pool.value_scales),
+        ):
+            _, counts = steps.select(kernels, x, keep, stream)
             counts = counts.view(x.shape[0], *order.shape).sum(0, dtype=torch.int32)
             steps.deal(kernels, counts, pool.head_dim, order, stream)
+            if scales is not None:
+                tokens = x.transpose(0, 1).flatten(1, 2)[None]
+                unused = torch.empty(1, dtype=torch.int64, device=pool.device)
+                by_channel = steps.channel_scales(kernels, tokens, unused, stream).by_channel
+                scales.copy_(by_channel.gather(1, order.long()))
 
 
 def append(
@@ -225,6 +235,8 @@ def _tiles_at_a_time(pool: Pool, k: Tensor) -> int:
     stored = pool.slot_rows.both * _C.format.ROW_BYTES
     padded = pool.key_channels.shape[-1]
     counts, masks = 2 * padded * 4, 2 * TILE_TOKENS * padded // 8 + 2 * 4  # of a head; of its tile
+    if pool.key_scales is not None or pool.value_scales is not None:
+        counts, masks = counts + 2 * padded * 2, masks + 2 * TILE_TOKENS * 2
     most = int((_SCRATCH_FRACTION * tiles * (dense + stored) - counts) / masks)
     return min(tiles, max(1, most))
 

@@ -13,27 +13,29 @@ from torch import Tensor
 
 from cute_kernels._attention.problem import launch_problem, pack_problem
 from cute_kernels._cache import page_pool
-from cute_kernels._cache.page_config import TILE_TOKENS
+from cute_kernels._cache.page_config import TILE_TOKENS, scale_names
 from cute_kernels._cache.pool import Pool, Windows
 from cute_kernels._cache.reference import attend_reference
 from cute_kernels._cache.slot_rows import SlotRows
 from cute_kernels._runtime import checks, ops
 from cute_kernels._runtime.backends import resolve
+from cute_kernels._runtime.extension import CODEC_CODES, CODEC_NAMES
 
 _POOL = (
     *("blocks", "key_rows", "value_rows", "token_order"),
-    *("key_channels", "value_channels", "page_table", "dropped", "error"),
+    *("key_channels", "value_channels", "page_table", "dropped", "refused", "error"),
 )
 _WINDOWS = ("keys", "values", "lengths", "arrivals")
 
 
 def pool_tensors(pool: Pool) -> list[Tensor]:
-    return [getattr(pool, name) for name in _POOL]
+    return [getattr(pool, name) for name in (*_POOL, *scale_names(pool.key_codec, pool.value_codec))]
 
 
 def pool_sizes(pool: Pool) -> list[int]:
-    rows = pool.slot_rows
-    return [pool.head_dim, pool.tiles_per_page, pool.key_keep, pool.value_keep, rows.keys, rows.values, rows.both]
+    rows, codecs = pool.slot_rows, (CODEC_CODES[pool.key_codec], CODEC_CODES[pool.value_codec])
+    keeps = pool.key_keep, pool.value_keep
+    return [pool.head_dim, pool.tiles_per_page, *keeps, *codecs, rows.keys, rows.values, rows.both]
 
 
 def window_tensors(windows: Windows | None) -> list[Tensor]:
@@ -45,8 +47,10 @@ def window_sizes(windows: Windows | None) -> list[int]:
 
 
 def make_pool(tensors: list[Tensor], sizes: list[int], dtype: torch.dtype) -> Pool:
-    head_dim, tiles_per_page, key_keep, value_keep, *rows = sizes
-    named: dict[str, Any] = dict(zip(_POOL, tensors, strict=True))
+    head_dim, tiles_per_page, key_keep, value_keep, *codes_and_rows = sizes
+    key_codec, value_codec = (CODEC_NAMES[code] for code in codes_and_rows[:2])
+    names = *_POOL, *scale_names(key_codec, value_codec)
+    named: dict[str, Any] = dict(zip(names, tensors, strict=True))
     return Pool(
         **named,
         dtype=dtype,
@@ -54,7 +58,9 @@ def make_pool(tensors: list[Tensor], sizes: list[int], dtype: torch.dtype) -> Po
         tiles_per_page=tiles_per_page,
         key_keep=key_keep,
         value_keep=value_keep,
-        slot_rows=SlotRows(*rows),
+        slot_rows=SlotRows(*codes_and_rows[2:]),
+        key_codec=key_codec,
+        value_codec=value_codec,
     )
 
 
@@ -85,7 +91,8 @@ def attend(
     if not out.numel():
         return
     if name == "reference":
-        _attend_reference(q, pool, windows, lengths, sequences, scale, causal, out, lse)
+        rows = range(q.shape[0]) if sequences is None else sequences.tolist()
+        attend_reference(q, [_tokens(pool, windows, lengths, row) for row in rows], scale, causal, out, lse)
         return
     q = checks.plain(q)
     window = None if windows is None else windows.attention_window
@@ -93,26 +100,13 @@ def attend(
     launch_problem(problem, q, out, lse, name, sequences=sequences, lengths=lengths)
 
 
-def _attend_reference(
-    q: Tensor,
-    pool: Pool,
-    windows: Windows | None,
-    lengths: Tensor,
-    sequences: Tensor | None,
-    scale: float,
-    causal: bool,
-    out: Tensor,
-    lse: Tensor | None,
-) -> None:
-    caches = []
-    for sequence in range(q.shape[0]) if sequences is None else sequences.tolist():
-        k, v = page_pool.load(pool, sequence, 0, int(lengths[sequence]) // TILE_TOKENS)
-        if windows is not None:
-            held = int(windows.lengths[sequence])
-            k = torch.cat([k, windows.keys[sequence, :, :held]], dim=1)
-            v = torch.cat([v, windows.values[sequence, :, :held]], dim=1)
-        caches.append((k, v))
-    attend_reference(q, caches, scale, causal, out, lse)
+def _tokens(pool: Pool, windows: Windows | None, lengths: Tensor, sequence: int) -> tuple[Tensor, Tensor]:
+    """K and V of one sequence, dense; reads lengths on the host."""
+    k, v = page_pool.load(pool, sequence, 0, int(lengths[sequence]) // TILE_TOKENS)
+    if windows is None:
+        return k, v
+    held = int(windows.lengths[sequence])
+    return torch.cat([k, windows.keys[sequence, :, :held]], 1), torch.cat([v, windows.values[sequence, :, :held]], 1)
 
 
 # ---- torch.ops.cute_kernels ------------------------------------------------------------------------------------------

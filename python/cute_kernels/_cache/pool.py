@@ -14,6 +14,7 @@ from cute_kernels._cache.page_config import MAX_APPEND, TILE_TOKENS, PageConfig,
 from cute_kernels._cache.slot_rows import SlotRows
 from cute_kernels._runtime.extension import _C, CODEC_CODES, DTYPE_CODES, ROLE_CODES, own_codec
 from cute_kernels._runtime.launching import address
+from cute_kernels._storage.steps import ONE_PAIR, rows_before_values
 
 
 class _Tensors:
@@ -42,6 +43,9 @@ class Pool(_Tensors):
     value_channels: Tensor
     page_table: Tensor  # int32 (S, pages of a sequence): page, -1 where there is none
     dropped: Tensor  # int64 (2, 2): of keys and values, tiles that were trimmed and nonzeros that they lost
+    refused: (
+        Tensor  # int64 (2,): nonzeros that the codec cannot store: infinity became its largest number, NaN the least
+    )
     error: Tensor  # int32 (1,): 1 once a tile had no page or a window was full
     dtype: torch.dtype
     head_dim: int
@@ -49,6 +53,10 @@ class Pool(_Tensors):
     key_keep: int  # elements that a token keeps, 0: every nonzero
     value_keep: int
     slot_rows: SlotRows
+    key_codec: str
+    value_codec: str
+    key_scales: Tensor | None = None  # bf16, like key_channels: channel position -> scale; of a codec with scales
+    value_scales: Tensor | None = None
 
     @classmethod
     def allocate(
@@ -66,11 +74,15 @@ class Pool(_Tensors):
         value_keep: int = 0,
         slot_rows: SlotRows | None = None,
         shares_orders: bool = False,
+        key_codec: str | None = None,
+        value_codec: str | None = None,
     ) -> Pool:
         """A pool in memory of its own, `initialize`d.
 
-        slot_rows: default: those that hold tiles of key_keep and value_keep.
+        slot_rows: default: those that hold tiles of key_keep and value_keep. key_codec, value_codec: default: the
+        dtype's own.
         """
+        codecs = key_codec or own_codec(dtype), value_codec or own_codec(dtype)
         padded = _C.format.padded_head_dim(head_dim)
         sizes = PageConfig(
             kv_heads=kv_heads,
@@ -79,11 +91,13 @@ class Pool(_Tensors):
             key_keep=key_keep,
             value_keep=value_keep,
             tiles_per_page=tiles_per_page,
-            slot_rows=SlotRows.holding(padded, key_keep, value_keep) if slot_rows is None else slot_rows,
+            slot_rows=SlotRows.holding(padded, key_keep, value_keep, *codecs) if slot_rows is None else slot_rows,
             shares_orders=shares_orders,
             recent=0,
             max_append=MAX_APPEND,
             stores_full=False,
+            key_codec=codecs[0],
+            value_codec=codecs[1],
         )
         tensors = sizes.pool_tensors(pages, sequences, pages_per_sequence)
         pool = cls.of(sizes, **{name: size.empty(device) for name, size in tensors.items()})
@@ -93,7 +107,7 @@ class Pool(_Tensors):
     @classmethod
     def of(cls, sizes: PageConfig, **tensors: Tensor) -> Pool:
         """The pool that these tensors are, as `sizes.pool_tensors` says; unchecked."""
-        sizes.slot_rows.check(sizes.padded_head_dim)
+        sizes.slot_rows.check(sizes.padded_head_dim, sizes.key_codec, sizes.value_codec)
         return cls(
             **tensors,
             dtype=sizes.dtype,
@@ -102,17 +116,30 @@ class Pool(_Tensors):
             key_keep=sizes.key_keep,
             value_keep=sizes.value_keep,
             slot_rows=sizes.slot_rows,
+            key_codec=sizes.key_codec,
+            value_codec=sizes.value_codec,
         )
 
     def initialize(self) -> None:
-        """Makes all slots empty tiles, channel orders those of memory, and the page table one without pages."""
+        """Makes all slots empty tiles, channel orders those of memory, scales 1, and the page table one without
+        pages."""
         self.blocks.zero_()
-        for rows in (self.key_rows, self.value_rows):
-            rows.fill_(_C.format.bitmap_rows(self.key_channels.shape[-1]))
+        padded, first = self.key_channels.shape[-1], 0
+        for rows, codec, scales in (
+            (self.key_rows, self.key_codec, self.key_scales),
+            (self.value_rows, self.value_codec, self.value_scales),
+        ):
+            before = rows_before_values(padded, codec)
+            rows.fill_(before)
+            if scales is not None:
+                self.blocks[:, first + _C.format.bitmap_rows(padded) : first + before].fill_(ONE_PAIR)
+                scales.fill_(1)
+            first += before
         for order in (self.token_order, self.key_channels, self.value_channels):
             order.copy_(torch.arange(order.shape[-1], device=self.device))
         self.page_table.fill_(-1)
         self.dropped.zero_()
+        self.refused.zero_()
         self.error.zero_()
 
     @cached_property
@@ -144,12 +171,13 @@ class Pool(_Tensors):
     @cached_property
     def key_view(self) -> _C.SparseView:
         """The keys as kernels take them. Valid as long as this object lives."""
-        return self._view("key", self.key_rows, self.key_channels, self.slot_rows.keys, rows_before=0)
+        tensors = self.key_rows, self.key_channels, self.key_scales
+        return self._view("key", self.key_codec, *tensors, self.slot_rows.keys, rows_before=0)
 
     @cached_property
     def value_view(self) -> _C.SparseView:
-        before = address(self.key_rows)
-        return self._view("value", self.value_rows, self.value_channels, self.slot_rows.values, rows_before=before)
+        tensors, before = (self.value_rows, self.value_channels, self.value_scales), address(self.key_rows)
+        return self._view("value", self.value_codec, *tensors, self.slot_rows.values, rows_before=before)
 
     @cached_property
     def kernel_pool(self) -> _C.Pool:
@@ -159,18 +187,29 @@ class Pool(_Tensors):
             self.key_keep,
             self.value_keep,
             address(self.dropped),
+            address(self.refused),
             address(self.error),
         )
 
-    def _view(self, role: str, rows: Tensor, channels: Tensor, most_rows: int, rows_before: int) -> _C.SparseView:
+    def _view(
+        self,
+        role: str,
+        codec: str,
+        rows: Tensor,
+        channels: Tensor,
+        scales: Tensor | None,
+        most_rows: int,
+        rows_before: int,
+    ) -> _C.SparseView:
         return _C.SparseView.paged(
             address(self.blocks),
             address(rows),
             address(self.token_order),
             address(channels),
+            0 if scales is None else address(scales),
             ROLE_CODES[role],
             DTYPE_CODES[self.dtype],
-            CODEC_CODES[own_codec(self.dtype)],
+            CODEC_CODES[codec],
             self.sequences,
             self.kv_heads,
             self.head_dim,

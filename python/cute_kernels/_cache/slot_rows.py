@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from cute_kernels._runtime.extension import _C, CODEC_CODES
+from cute_kernels._storage.steps import rows_before_values
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,9 @@ class SlotRows:
     both: int
 
     @classmethod
-    def holding(cls, padded_head_dim: int, key_keep: int, value_keep: int) -> SlotRows:
+    def holding(
+        cls, padded_head_dim: int, key_keep: int, value_keep: int, key_codec: str = "fp16", value_codec: str = "fp16"
+    ) -> SlotRows:
         """For tiles that keep so many of `padded_head_dim` elements a token (0: any number).
 
         Streams are `keep` values long on average. The number of a tile's nonzeros in a channel class has a standard
@@ -26,36 +29,52 @@ class SlotRows:
         such channels. Keys and values are rarely long together: fewer rows than both need apart are enough. The slots
         are chosen so that less than one tile in 10^4 is trimmed (python -m profiling.pages trim; docs/notes/cache.md).
         """
-        keeps = key_keep, value_keep
-        keys, values = (_longest_tile(padded_head_dim, keep) for keep in keeps)
+        keeps, codecs = (key_keep, value_keep), (key_codec, value_codec)
+        keys, values = (_longest_tile(padded_head_dim, keep, codec) for keep, codec in zip(keeps, codecs))
         both = keys + values
         if all(keeps):
-            spread = math.hypot(*(_spread(padded_head_dim, keep) for keep in keeps))
+            rates = [_rows_of_value(codec) for codec in codecs]
+            spread = math.hypot(*(rate * _spread(padded_head_dim, keep) for rate, keep in zip(rates, keeps)))
             pruned = 1 - min(keeps) / padded_head_dim
-            streams = math.ceil(sum(keeps) + 7 * pruned + 4.3 * spread)
-            both = min(both, 2 * _C.format.bitmap_rows(padded_head_dim) + streams)
+            mean = sum(rate * (keep + 3.5 * pruned) for rate, keep in zip(rates, keeps))
+            rows = math.ceil(mean + 4.3 * spread) + sum(_least_rows(codec) - 1 for codec in codecs)
+            both = min(both, sum(rows_before_values(padded_head_dim, codec) for codec in codecs) + rows)
         return cls(keys, values, both)
 
-    def check(self, padded_head_dim: int) -> None:
+    def check(self, padded_head_dim: int, key_codec: str, value_codec: str) -> None:
         """Raises ValueError for slots without a row of values, or with more rows than a tile can take."""
-        bitmap, most = _C.format.bitmap_rows(padded_head_dim), _max_tile_rows(padded_head_dim)
-        for name, rows in (("keys", self.keys), ("values", self.values)):
-            if not bitmap < rows <= most:
-                raise ValueError(f"rows of a slot for {name} must be from {bitmap + 1} to {most}, got {rows}")
-        if not self.keys + bitmap < self.both <= self.keys + self.values:
-            least, most = self.keys + bitmap + 1, self.keys + self.values
+        before = {}
+        for name, rows, codec in (("keys", self.keys, key_codec), ("values", self.values, value_codec)):
+            before[name] = rows_before_values(padded_head_dim, codec)
+            most = _max_tile_rows(padded_head_dim, codec)
+            if not before[name] < rows <= most:
+                raise ValueError(f"rows of a slot for {name} must be from {before[name] + 1} to {most}, got {rows}")
+        least, most = self.keys + before["values"] + 1, self.keys + self.values
+        if not least <= self.both <= most:
             raise ValueError(f"rows of a slot for keys and values must be from {least} to {most}, got {self.both}")
 
 
-def _max_tile_rows(padded_head_dim: int) -> int:
-    return _C.format.max_tile_rows(padded_head_dim, CODEC_CODES["fp16"])  # all codecs of pools have 16 bits a value
+def _max_tile_rows(padded_head_dim: int, codec: str) -> int:
+    return _C.format.max_tile_rows(padded_head_dim, CODEC_CODES[codec])
 
 
-def _longest_tile(padded_head_dim: int, keep: int) -> int:
+def _least_rows(codec: str) -> int:
+    """Of value rows: those that a stream of one value takes."""
+    return _C.format.value_rows(1, CODEC_CODES[codec])
+
+
+def _rows_of_value(codec: str) -> float:
+    """Value rows that a value of the longest stream takes, the rounding to whole words apart."""
+    many = 64
+    return _C.format.value_rows(many, CODEC_CODES[codec]) / many
+
+
+def _longest_tile(padded_head_dim: int, keep: int, codec: str) -> int:
     if keep == 0:
-        return _max_tile_rows(padded_head_dim)
+        return _max_tile_rows(padded_head_dim, codec)
     longest = math.ceil(keep + 7 * (1 - keep / padded_head_dim) + 3.3 * _spread(padded_head_dim, keep))
-    return _C.format.bitmap_rows(padded_head_dim) + min(longest, padded_head_dim, _C.format.CLASSES * keep)
+    longest = min(longest, padded_head_dim, _C.format.CLASSES * keep)
+    return rows_before_values(padded_head_dim, codec) + _C.format.value_rows(longest, CODEC_CODES[codec])
 
 
 def _spread(padded_head_dim: int, keep: int) -> float:

@@ -45,6 +45,8 @@ class CacheStorage:
             key_keep=made_for.keys.kernel_keep,
             value_keep=made_for.values.kernel_keep,
             slot_rows=made_for.slot_rows,
+            key_codec=made_for.key_codec,
+            value_codec=made_for.value_codec,
             device=device,
         )
         self._rules = made_for.keys, made_for.values
@@ -152,9 +154,10 @@ class CacheStorage:
             return
         to, of = self._send([list(targets), list(sources)], torch.int64)
         pool, windows = self.pool, self.windows
-        rows = (windows.keys, windows.values, windows.lengths, self.lengths, pool.key_channels, pool.value_channels)
-        for tensor in rows:
-            tensor.index_copy_(0, to, tensor.index_select(0, of))
+        rows = windows.keys, windows.values, windows.lengths, self.lengths
+        for tensor in (*rows, pool.key_channels, pool.value_channels, pool.key_scales, pool.value_scales):
+            if tensor is not None:
+                tensor.index_copy_(0, to, tensor.index_select(0, of))
 
     def cut(self, row: int, tile: int, tokens: int) -> None:
         """The first tokens of a tile go to the row's window, as they were stored. Lengths stay as they are."""
@@ -205,9 +208,12 @@ class CacheStorage:
         return lengths[:sequences], lengths[sequences:], bool(failed)
 
     def dropped(self) -> dict[str, int]:
-        """Tiles that exceeded their slots and the nonzeros that they lost. Waits for the device."""
+        """Tiles that exceeded their slots, the nonzeros that they lost, and nonzeros that the codec cannot store. Waits
+        for the device."""
         names = ("key_tiles_trimmed", "key_values_dropped", "value_tiles_trimmed", "value_values_dropped")
-        return dict(zip(names, self.pool.dropped.flatten().tolist(), strict=True))
+        refused = "key_values_refused", "value_values_refused"
+        counts = torch.cat([self.pool.dropped.flatten(), self.pool.refused]).tolist()
+        return dict(zip((*names, *refused), counts, strict=True))
 
     def _pages_content(self) -> tuple[Tensor, ...]:
         """What a page consists of: tensors of slots."""

@@ -20,13 +20,15 @@ TILE_FORMATS: tuple[str, ...] = tuple(_C.format.TILE_FORMATS)
 LARGEST_HEAD_DIM: int = max(_C.format.HEAD_DIMS)
 HEAD_DIMS = tuple(d for d in range(1, LARGEST_HEAD_DIM + 1) if _C.format.padded_head_dim(d))
 
-_CODEC_NAMES = {code: name for name, code in CODEC_CODES.items()}
+CODEC_NAMES = {code: name for name, code in CODEC_CODES.items()}
 _CODEC_DTYPES = {dtype: DTYPE_CODES[dtype] for dtype in (torch.float16, torch.bfloat16)}
-_OWN_CODECS = {dtype: _CODEC_NAMES[_C.format.own_codec(code)] for dtype, code in _CODEC_DTYPES.items()}
+_OWN_CODECS = {dtype: CODEC_NAMES[_C.format.own_codec(code)] for dtype, code in _CODEC_DTYPES.items()}
 _CODECS = {
     dtype: tuple(name for name, codec in CODEC_CODES.items() if _C.format.stores(codec, code))
     for dtype, code in _CODEC_DTYPES.items()
 }
+
+SCALED_CODECS = frozenset(name for name, code in CODEC_CODES.items() if _C.format.scale_rows(code))
 
 
 def own_codec(dtype: torch.dtype) -> str:
@@ -41,10 +43,12 @@ def codecs_of(dtype: torch.dtype) -> tuple[str, ...]:
 
 __all__ = [
     "CODEC_CODES",
+    "CODEC_NAMES",
     "DTYPE_CODES",
     "HEAD_DIMS",
     "LARGEST_HEAD_DIM",
     "ROLE_CODES",
+    "SCALED_CODECS",
     "TILE_FORMATS",
     "_C",
     "codecs_of",

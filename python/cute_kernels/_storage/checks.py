@@ -27,11 +27,12 @@ def chosen_codec(codec: Any, name: str, dtype: torch.dtype) -> str:
     return codec
 
 
-def check_codec(storage: Storage, backend: str) -> None:
-    """RuntimeError unless `backend` has kernels for the cache's codec."""
-    if not storage.is_lossless and backend not in ("reference", "cpu"):
+def check_codecs(keys: Storage, values: Storage, backend: str) -> None:
+    """RuntimeError unless `backend` has kernels of sparse_attention for the codecs of both caches."""
+    if keys.codec != values.codec and backend not in ("reference", "cpu"):
         raise RuntimeError(
-            f"backend '{backend}' has no kernels for codec '{storage.codec}': 'reference' and 'cpu' have"
+            f"backend '{backend}' has no kernels of sparse_attention for keys in codec '{keys.codec}' and values in "
+            f"codec '{values.codec}': 'reference' and 'cpu' have"
         )
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from cute_kernels._runtime.extension import _C, own_codec
+from cute_kernels._runtime.extension import _C, SCALED_CODECS
 from cute_kernels._runtime.launching import Kernels, address, compression_kernels
 from cute_kernels._storage import steps, tile_reader
-from cute_kernels._storage.storage import Storage
+from cute_kernels._storage.storage import Storage, refusal
 from cute_kernels._storage.validation import MAX_ROWS
 
 
@@ -32,52 +32,31 @@ class Cache:
     def padded(self) -> int:
         return _C.format.padded_head_dim(self.x.shape[3])
 
-    @property
-    def is_lossless(self) -> bool:
-        return self.codec == own_codec(self.x.dtype)
-
 
 @dataclass(frozen=True)
 class _Parts:
     """What a storage consists of besides its blocks, and what `pack` needs to write those."""
 
     masks: Tensor
+    scales: steps.Scales | None
     row_offsets: Tensor
     token_order: Tensor
     channel_order: Tensor
+    channel_scale: Tensor | None
     totals: Tensor  # (steps.TOTALS,) int64, on the device
-
-
-def codec_kernels(codec: str, dtype: torch.dtype, device: torch.device) -> Kernels:
-    """Kernels that compress with a codec on `device`. RuntimeError says what is missing."""
-    kernels = compression_kernels(device)
-    if codec != own_codec(dtype) and device.type != "cpu":
-        raise RuntimeError(f"there are no kernels for codec '{codec}' on {device}: backend 'cpu' alone has them")
-    return kernels
 
 
 def compress_caches(caches: list[Cache]) -> list[Storage]:
     """One cache, or a K/V pair that shares its token order, alike in shape, dtype and device."""
-    for cache in caches:
-        kernels = codec_kernels(cache.codec, cache.x.dtype, cache.x.device)
+    kernels = compression_kernels(caches[0].x.device)
     if not caches[0].tiles:
         return [cache.out or _without_tiles(cache) for cache in caches]
     with kernels.launch() as stream:
-        caches = [_representable(kernels, cache, stream) for cache in caches]
         totals = torch.empty(len(caches), steps.TOTALS, dtype=torch.int64, device=kernels.device)
         parts = _plan(kernels, caches, totals, stream)
         if caches[0].out is not None:
             return [_fill(kernels, cache, part, stream) for cache, part in zip(caches, parts)]
         return _allocate(kernels, caches, parts, totals, stream)
-
-
-def _representable(kernels: Kernels, cache: Cache, stream: int) -> Cache:
-    """The cache with values that its codec stores exactly. A lossy codec rounds after pruning: what is kept does not
-    depend on the codec, and what rounds to zero has no bit in the bitmaps."""
-    if cache.is_lossless:
-        return cache
-    pruned = steps.pruned(kernels, cache.x, cache.kept, stream)
-    return replace(cache, x=steps.quantized(kernels, pruned, cache.codec, stream), kept=0)
 
 
 def _plan(kernels: Kernels, caches: list[Cache], totals: Tensor, stream: int) -> list[_Parts]:
@@ -95,8 +74,6 @@ def _plan(kernels: Kernels, caches: list[Cache], totals: Tensor, stream: int) ->
     longest = torch.empty(len(caches), tiles, dtype=torch.int32, device=device)
     counts: list[Tensor] = []
     for cache, cache_totals in zip(caches, totals):
-        masks, count = steps.select(kernels, cache.x, cache.kept, stream)
-        counts.append(count)
         out = cache.out
         if out is None:
             channel_order = torch.empty(batch, kv_heads, padded, dtype=torch.uint8, device=device)
@@ -104,8 +81,19 @@ def _plan(kernels: Kernels, caches: list[Cache], totals: Tensor, stream: int) ->
         else:
             assert out.totals is not None
             channel_order, row_offsets, cache_totals = out.channel_order, out.row_offsets, out.totals
+        scales = steps.channel_scales(kernels, cache.x, cache_totals, stream) if cache.codec in SCALED_CODECS else None
+        scaling = None if scales is None else (cache.codec, scales, cache_totals)
+        masks, count = steps.select(kernels, cache.x, cache.kept, stream, scaling)
+        counts.append(count)
         steps.deal(kernels, count, head_dim, channel_order, stream)
-        parts.append(_Parts(masks, row_offsets, token_order, channel_order, cache_totals))
+        channel_scale = None
+        if scales is not None:
+            by_channel = scales.by_channel.view(channel_order.shape)
+            channel_scale = by_channel.gather(-1, channel_order.long())
+            if out is not None:
+                assert out.channel_scale is not None
+                channel_scale = out.channel_scale.copy_(channel_scale)
+        parts.append(_Parts(masks, scales, row_offsets, token_order, channel_order, channel_scale, cache_totals))
     first, second = parts[0], parts[1] if len(parts) > 1 else None
     kernels.module.balance(
         address(first.masks),
@@ -129,10 +117,22 @@ def _plan(kernels: Kernels, caches: list[Cache], totals: Tensor, stream: int) ->
 def _fill(kernels: Kernels, cache: Cache, parts: _Parts, stream: int) -> Storage:
     out = cache.out
     assert out is not None
+    if kernels.device.type == "cpu" and cache.codec in SCALED_CODECS:
+        _check_refused(cache, int(parts.totals[-1]))
     if out.token_order is not parts.token_order:  # values of a pair
         out.token_order.copy_(parts.token_order)
-    steps.pack(kernels, cache.x, parts.masks, cache.kept, parts.totals, out.blocks.shape[0], out.view(), stream)
+    rows = out.blocks.shape[0]
+    steps.pack(kernels, cache.x, parts.masks, parts.scales, cache.kept, parts.totals, rows, out.view(), stream)
     return out
+
+
+def _check_refused(cache: Cache, refused: int) -> None:
+    if refused:
+        raise ValueError(refusal(_name(cache), refused, cache.codec))
+
+
+def _name(cache: Cache) -> str:
+    return "k" if cache.role == "key" else "v"
 
 
 def _allocate(kernels: Kernels, caches: list[Cache], parts: list[_Parts], totals: Tensor, stream: int) -> list[Storage]:
@@ -154,12 +154,14 @@ def _allocate(kernels: Kernels, caches: list[Cache], parts: list[_Parts], totals
         blocks = _blocks(likely, cache.x.device)
         guesses.append(blocks)
         view = _storage(cache, part, blocks, 0, 0).view()
-        steps.pack(kernels, cache.x, part.masks, cache.kept, part.totals, likely, view, stream)
+        steps.pack(kernels, cache.x, part.masks, part.scales, cache.kept, part.totals, likely, view, stream)
     results: list[Storage] = []
-    for cache, part, guess, (rows, max_tile_rows, nnz) in zip(caches, parts, guesses, pending.read()):
+    for cache, part, guess, (rows, max_tile_rows, nnz, refused) in zip(caches, parts, guesses, pending.read()):
+        if cache.codec in SCALED_CODECS:
+            _check_refused(cache, refused)
         if rows > MAX_ROWS:
             raise ValueError(
-                f"{'k' if cache.role == 'key' else 'v'} of shape {tuple(cache.x.shape)} would take {rows} rows of 128 "
+                f"{_name(cache)} of shape {tuple(cache.x.shape)} would take {rows} rows of 128 "
                 f"bytes, at most {MAX_ROWS} can be addressed: compress it in parts"
             )
         if guess is not None and rows <= guess.shape[0]:
@@ -168,7 +170,8 @@ def _allocate(kernels: Kernels, caches: list[Cache], parts: list[_Parts], totals
             storage = _storage(cache, part, blocks, max_tile_rows, nnz)
         else:
             storage = _storage(cache, part, _blocks(rows, cache.x.device), max_tile_rows, nnz)
-            steps.pack(kernels, cache.x, part.masks, cache.kept, part.totals, rows, storage.view(), stream)
+            view = storage.view()
+            steps.pack(kernels, cache.x, part.masks, part.scales, cache.kept, part.totals, rows, view, stream)
         results.append(storage)
     return results
 
@@ -202,6 +205,7 @@ def _storage(cache: Cache, parts: _Parts, blocks: Tensor, max_tile_rows: int, nn
         row_offsets=parts.row_offsets,
         token_order=parts.token_order,
         channel_order=parts.channel_order,
+        channel_scale=parts.channel_scale,
         role=cache.role,
         dtype=cache.x.dtype,
         codec=cache.codec,

@@ -7,10 +7,9 @@ from typing import Any
 import torch
 
 from cute_kernels._runtime import checks
-from cute_kernels._runtime.extension import _C, own_codec
+from cute_kernels._runtime.extension import _C
 from cute_kernels._storage import steps, tile_reader
 from cute_kernels._storage.checks import chosen_codec
-from cute_kernels._storage.compressor import codec_kernels
 from cute_kernels._storage.storage import Storage
 
 
@@ -22,12 +21,10 @@ def preallocated(shape: Any, dtype: Any, role: Any, sparsity: Any, keep: Any, co
     kept = checks.kept_elements(sizes[3], sparsity, keep)
     codec = chosen_codec(codec, "codec", dtype)
     target = checks.kernel_device(device)
-    if codec != own_codec(dtype):
-        codec_kernels(codec, dtype, target)  # raises where nothing could fill the cache
     padded = _C.format.padded_head_dim(sizes[3])
     tiles = sizes[0] * sizes[1] * tile_reader.tiles_per_head(sizes[2])
-    shortest = _C.format.bitmap_rows(padded)
-    totals = [tiles * shortest, shortest if tiles else 0, 0]
+    shortest = steps.rows_before_values(padded, codec)
+    totals = [tiles * shortest, shortest if tiles else 0, 0, 0]
     return Storage(
         **steps.empty_tensors(sizes, kept, codec, target),
         role=role,
@@ -46,8 +43,9 @@ def refilled(content: Storage, keep: int) -> Storage:
     storage = preallocated(content.shape, content.dtype, content.role, None, kept, content.codec, content.device)
     rows = content.blocks.shape[0]
     storage.blocks[:rows] = content.blocks
-    for name in ("row_offsets", "token_order", "channel_order"):
-        getattr(storage, name).copy_(getattr(content, name))
+    for name, tensor in storage.tensors().items():
+        if name != "blocks":
+            tensor.copy_(getattr(content, name))
     assert storage.totals is not None and content.nnz is not None
-    storage.totals.copy_(torch.tensor([rows, content.max_tile_rows, content.nnz], dtype=torch.int64, device="cpu"))
+    storage.totals.copy_(torch.tensor([rows, content.max_tile_rows, content.nnz, 0], dtype=torch.int64, device="cpu"))
     return storage

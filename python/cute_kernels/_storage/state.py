@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from cute_kernels._runtime.checks import shown
-from cute_kernels._runtime.extension import CODEC_CODES, ROLE_CODES, TILE_FORMATS, codecs_of, own_codec
+from cute_kernels._runtime.extension import CODEC_CODES, ROLE_CODES, SCALED_CODECS, TILE_FORMATS, codecs_of, own_codec
 from cute_kernels._storage.storage import TENSORS, TILE_FORMAT, Storage
 from cute_kernels._storage.validation import ALIGNMENT, check_tensors
 
 FORMAT_NAME = "cute_kernels.sparse_kv"
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 OLDEST_VERSION = 3  # without codec and tile_format: every cache was stored in the own codec of its dtype
+_OLD_CODEC = "e4m3"  # of version 4: without scales
 
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 _KEYS = {"format", "version", "role", "dtype", "shape", "max_tile_rows"}
@@ -44,14 +45,22 @@ def read_state(state: object) -> Storage:
     """
     if not isinstance(state, Mapping):
         raise TypeError(f"state must be a dict as state_dict() returns it, got {type(state).__name__}")
-    _check_keys(state, "state", {*TENSORS, "metadata"})
-    for name in TENSORS:
+    if "metadata" not in state:
+        _check_keys(state, "state", {*_tensors_of(""), "metadata"})
+    metadata = _checked_metadata(state["metadata"])
+    names = _tensors_of(metadata["codec"])
+    _check_keys(state, "state", {*names, "metadata"})
+    for name in names:
         if not isinstance(state[name], Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(state[name]).__name__}")
-    tensors: dict[str, Any] = {name: state[name] for name in TENSORS}
-    storage = Storage(**tensors, **_checked_metadata(state["metadata"]))
+    tensors: dict[str, Any] = {name: state[name] for name in names}
+    storage = Storage(**tensors, **metadata)
     check_tensors(storage)
     return storage.with_tensors({name: _aligned(tensor) for name, tensor in storage.tensors().items()})
+
+
+def _tensors_of(codec: str) -> tuple[str, ...]:
+    return TENSORS if codec in SCALED_CODECS else TENSORS[:-1]
 
 
 def _check_keys(given: Mapping[str, Any], name: str, expected: set[str]) -> None:
@@ -96,6 +105,11 @@ def _checked_codec(metadata: Mapping[str, Any], dtype: torch.dtype) -> str:
     tile_format, codec = metadata["tile_format"], metadata["codec"]
     if not isinstance(tile_format, str) or tile_format not in TILE_FORMATS:
         raise ValueError(f"metadata: tile_format must be one of {', '.join(TILE_FORMATS)}, got {shown(tile_format)}")
+    if codec == _OLD_CODEC:
+        raise ValueError(
+            f"metadata: codec '{_OLD_CODEC}' of format version 4 has no scales and is not read any more; compress the "
+            f"cache again with codec='fp8'"
+        )
     if not isinstance(codec, str) or codec not in CODEC_CODES:
         raise ValueError(f"metadata: codec must be one of {', '.join(CODEC_CODES)}, got {shown(codec)}")
     if codec not in codecs_of(dtype):

@@ -6,29 +6,36 @@ Callers pass the tensors that a step writes. None of the steps waits for a GPU.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cute_kernels._runtime.extension import _C, CODEC_CODES, DTYPE_CODES
+from cute_kernels._runtime.extension import _C, CODEC_CODES, DTYPE_CODES, SCALED_CODECS
 from cute_kernels._runtime.launching import Kernels, address
 from cute_kernels._storage.tile_reader import tiles_per_head
 from cute_kernels._storage.validation import MAX_ROWS, check_size
 
-TOTALS = 3  # rows in all, rows of the longest tile, nonzeros
+ONE_PAIR = 0x3F803F80  # two scales of 1
+TOTALS = 4  # rows in all, rows of the longest tile, nonzeros, values that the codec cannot store
 
 
 def rows_of_tile(padded_head_dim: int, kept: int, codec: str) -> int:
     """The most rows that a tile can need with `kept` nonzeros a token; 0: any number."""
     longest = min(kept * _C.format.CLASSES, padded_head_dim) if kept else padded_head_dim
-    return _C.format.bitmap_rows(padded_head_dim) + _C.format.value_rows(longest, CODEC_CODES[codec])
+    return rows_before_values(padded_head_dim, codec) + _C.format.value_rows(longest, CODEC_CODES[codec])
+
+
+def rows_before_values(padded_head_dim: int, codec: str) -> int:
+    """Rows of a tile's bitmap and scales: those of a tile without a nonzero."""
+    return _C.format.bitmap_rows(padded_head_dim) + _C.format.scale_rows(CODEC_CODES[codec])
 
 
 def likely_rows_of_tile(padded_head_dim: int, kept: int, codec: str) -> int:
     """What tiles need on average, or some per cent more, if channels are independent of each other."""
     longest = kept + 3 + padded_head_dim // min(_C.format.HEAD_DIMS)
-    likely = _C.format.bitmap_rows(padded_head_dim) + _C.format.value_rows(longest, CODEC_CODES[codec])
+    likely = rows_before_values(padded_head_dim, codec) + _C.format.value_rows(longest, CODEC_CODES[codec])
     return min(rows_of_tile(padded_head_dim, kept, codec), likely)
 
 
@@ -51,47 +58,80 @@ def empty_tensors(shape: Sequence[int], kept: int, codec: str, device: torch.dev
     def in_order(count: int, *sizes: int) -> Tensor:
         return torch.arange(count, device=device).to(torch.uint8).expand(*sizes, count).contiguous()
 
-    return {
+    tensors = {
         "blocks": torch.zeros(rows, _C.format.LANES, dtype=torch.int32, device=device),
-        "row_offsets": torch.arange(tiles + 1, dtype=torch.int32, device=device) * _C.format.bitmap_rows(padded),
+        "row_offsets": torch.arange(tiles + 1, dtype=torch.int32, device=device) * rows_before_values(padded, codec),
         "token_order": in_order(tile_tokens, batch, kv_heads, tiles_per_head(tokens)),
         "channel_order": in_order(padded, batch, kv_heads),
     }
+    if codec in SCALED_CODECS:
+        tensors["channel_scale"] = torch.ones(batch, kv_heads, padded, dtype=torch.bfloat16, device=device)
+        bitmap, shortest = _C.format.bitmap_rows(padded), rows_before_values(padded, codec)
+        scales = tensors["blocks"][: tiles * shortest].view(tiles, shortest, _C.format.LANES)[:, bitmap:]
+        scales.fill_(ONE_PAIR)
+    return tensors
 
 
 def pruned(kernels: Kernels, x: Tensor, kept: int, stream: int) -> Tensor:
     """A contiguous copy of x with the `kept` largest elements of every token; 0: every nonzero. The rest is +0."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    kernels.module.select(address(x), x.stride()[:3], *x.shape, DTYPE_CODES[x.dtype], kept, 0, 0, address(out), stream)
+    operand = address(x), x.stride()[:3], *x.shape, DTYPE_CODES[x.dtype]
+    kernels.module.select(*operand, kept, 0, 0, address(out), *_no_scales(kernels), stream)
     return out
 
 
-def quantized(kernels: Kernels, x: Tensor, codec: str, stream: int) -> Tensor:
-    """A contiguous copy of x with every element as the codec gives it back."""
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    codes = DTYPE_CODES[x.dtype], CODEC_CODES[codec]
-    kernels.module.quantize(address(x), x.stride()[:3], *x.shape, *codes, address(out), stream)
-    return out
+def _no_scales(kernels: Kernels) -> tuple[int, ...]:
+    """What a GPU's `select` takes for a codec without scales."""
+    return (0, 0, 0, 0) if kernels.device.type == "cuda" else ()
 
 
-def select(kernels: Kernels, x: Tensor, kept: int, stream: int) -> tuple[Tensor, Tensor]:
-    """What is kept and nonzero: masks, scratch for `balance` and `pack`; counts (B * Hkv, Dp) of every channel."""
+@dataclass(frozen=True)
+class Scales:
+    """Of a narrow codec, bf16, in natural order: by_channel (B * Hkv, Dp), by_token (tiles * 64,)."""
+
+    by_channel: Tensor
+    by_token: Tensor
+
+
+def channel_scales(kernels: Kernels, x: Tensor, totals: Tensor, stream: int) -> Scales:
+    """Scales whose `by_token` is yet to be written, by `select`; on a GPU the last of the totals becomes 0."""
+    batch, kv_heads, tokens, head_dim = x.shape
+    heads = batch * kv_heads
+    by_channel = torch.empty(heads, _C.format.padded_head_dim(head_dim), dtype=torch.bfloat16, device=x.device)
+    tile_tokens = heads * tiles_per_head(tokens) * _C.format.TILE_TOKENS
+    by_token = torch.empty(tile_tokens, dtype=torch.bfloat16, device=x.device)
+    operand = address(x), x.stride()[:3], *x.shape, DTYPE_CODES[x.dtype]
+    refused = (address(totals[-1:]),) if kernels.device.type == "cuda" else ()
+    kernels.module.channel_scales(*operand, address(by_channel), *refused, stream)
+    return Scales(by_channel, by_token)
+
+
+def select(
+    kernels: Kernels, x: Tensor, kept: int, stream: int, scaling: tuple[str, Scales, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """What is kept and nonzero: masks, scratch for `balance` and `pack`; counts (B * Hkv, Dp) of every channel.
+
+    scaling: a narrow codec, its scales, of which those of the tokens are written, and the totals, of which the last is.
+    """
     batch, kv_heads, tokens, head_dim = x.shape
     padded = _C.format.padded_head_dim(head_dim)
     heads, tile_words = batch * kv_heads, _C.format.TILE_TOKENS * padded // 32
     masks = torch.empty(heads * tiles_per_head(tokens) * tile_words, dtype=torch.int32, device=x.device)
     counts = torch.empty(heads, padded, dtype=torch.int32, device=x.device)
-    kernels.module.select(
-        address(x),
-        x.stride()[:3],
-        *x.shape,
-        DTYPE_CODES[x.dtype],
-        kept,
-        address(masks),
-        address(counts),
-        0,
-        stream,
-    )
+    operand = address(x), x.stride()[:3], *x.shape, DTYPE_CODES[x.dtype]
+    if kernels.device.type == "cuda":
+        of_scales = _no_scales(kernels)
+        if scaling is not None:
+            codec, scales, totals = scaling
+            by_channel, by_token = address(scales.by_channel), address(scales.by_token)
+            of_scales = CODEC_CODES[codec], by_channel, by_token, address(totals[-1:])
+        kernels.module.select(*operand, kept, address(masks), address(counts), 0, *of_scales, stream)
+        return masks, counts
+    kernels.module.select(*operand, kept, address(masks), address(counts), 0, stream)
+    if scaling is not None:
+        codec, scales, totals = scaling
+        addresses = address(scales.by_channel), address(scales.by_token)
+        totals[-1] = kernels.module.token_scales(*operand, address(masks), CODEC_CODES[codec], *addresses, stream)
     return masks, counts
 
 
@@ -121,7 +161,7 @@ def offsets(
     totals: Tensor,
     stream: int,
 ) -> None:
-    """Where tiles begin, and TOTALS, from the longest value stream of every tile."""
+    """Where tiles begin, and TOTALS but the last, from the longest value stream of every tile."""
     if kernels.device.type == "cuda":
         kernels.module.offsets(
             address(longest),
@@ -129,23 +169,26 @@ def offsets(
             address(counts),
             counts.shape[0],
             head_dim,
+            CODEC_CODES[codec],
             address(row_offsets),
             address(totals),
             stream,
         )
         return
-    per_row = _C.format.values_per_row(CODEC_CODES[codec])
-    rows = (longest.long() + per_row - 1) // per_row + _C.format.bitmap_rows(counts.shape[1])
+    code, padded = CODEC_CODES[codec], counts.shape[1]
+    rows_of = torch.tensor([_C.format.value_rows(n, code) for n in range(padded + 1)], device="cpu")
+    rows = rows_of[longest.long()] + rows_before_values(padded, codec)
     ends = rows.cumsum(dim=0)
     row_offsets[0] = 0
     row_offsets[1:] = ends  # may wrap around: callers refuse such totals
-    totals.copy_(torch.stack([ends[-1], rows.max(), counts.sum()]))
+    totals[:-1] = torch.stack([ends[-1], rows.max(), counts.sum()])
 
 
 def pack(
     kernels: Kernels,
     x: Tensor,
     masks: Tensor,
+    scales: Scales | None,
     kept: int,
     totals: Tensor,
     capacity: int,
@@ -153,7 +196,8 @@ def pack(
     stream: int,
 ) -> None:
     """Writes the blocks; on a GPU, where the total is not known here, only if they fit into `capacity` rows."""
+    operand = address(x), x.stride()[:3], address(masks), 0 if scales is None else address(scales.by_token)
     if kernels.device.type == "cuda":
-        kernels.module.pack(address(x), x.stride()[:3], address(masks), kept, address(totals), capacity, view, stream)
+        kernels.module.pack(*operand, kept, address(totals), capacity, view, stream)
     else:
-        kernels.module.pack(address(x), x.stride()[:3], address(masks), view, stream)
+        kernels.module.pack(*operand, view, stream)

@@ -11,15 +11,22 @@ from torch import Tensor
 from cute_kernels._runtime.extension import _C, CODEC_CODES, DTYPE_CODES, ROLE_CODES, own_codec
 from cute_kernels._runtime.launching import address
 
-TENSORS = ("blocks", "row_offsets", "token_order", "channel_order")
+TENSORS = ("blocks", "row_offsets", "token_order", "channel_order", "channel_scale")  # the last: codecs with scales
 TILE_FORMAT = "bitmap"  # of every storage: one of TILE_FORMATS
+
+
+def refusal(name: str, values: int, codec: str) -> str:
+    """The message for values that `codec` cannot store."""
+    what = "infinite" if _C.format.has_nan(CODEC_CODES[codec]) else "infinite or NaN"
+    return f"{name} holds {values} values that are {what}, which codec '{codec}' cannot store"
 
 
 @dataclass(eq=False, slots=True)
 class Storage:
     """What a `SparseKV` holds; see docs/format.md for the tensors. `validation` checks it.
 
-    blocks, row_offsets, token_order, channel_order: contiguous, on one device.
+    blocks, row_offsets, token_order, channel_order: contiguous, on one device. channel_scale: likewise; None for a
+        codec without scales.
     dtype: of the dense cache, and of what multiplies. codec: how nonzeros are stored.
     max_tile_rows: rows of the longest tile. nnz: nonzeros; None: not counted yet.
     totals: of a preallocated cache, `steps.TOTALS` numbers of its content, on the device. `blocks` and `max_tile_rows`
@@ -36,6 +43,7 @@ class Storage:
     codec: str
     shape: torch.Size  # (B, Hkv, T, D)
     max_tile_rows: int
+    channel_scale: Tensor | None = None
     nnz: int | None = None
     keep: int = 0
     totals: Tensor | None = None
@@ -62,7 +70,7 @@ class Storage:
         return self.codec == own_codec(self.dtype)
 
     def tensors(self) -> dict[str, Tensor]:
-        return {name: getattr(self, name) for name in TENSORS}
+        return {name: tensor for name in TENSORS if (tensor := getattr(self, name)) is not None}
 
     def with_tensors(self, tensors: dict[str, Any]) -> Storage:
         """The same content in other tensors."""
@@ -71,11 +79,13 @@ class Storage:
     def exact(self) -> Storage:
         """The content without the memory beyond it that was preallocated; shares the tensors. Itself if there is none.
 
-        Waits for the device.
+        Waits for the device. ValueError if it was filled with values that its codec cannot store.
         """
         if self.totals is None:
             return self
-        rows, max_tile_rows, nnz = self.totals.tolist()
+        rows, max_tile_rows, nnz, refused = self.totals.tolist()
+        if refused:
+            raise ValueError(refusal("the cache", refused, self.codec))
         blocks = self.blocks[:rows]
         return replace(self, blocks=blocks, max_tile_rows=max_tile_rows, nnz=nnz, keep=0, totals=None)
 
@@ -93,6 +103,7 @@ class Storage:
             address(self.row_offsets),
             address(self.token_order),
             address(self.channel_order),
+            0 if self.channel_scale is None else address(self.channel_scale),
         )
         if self._view is None or addresses != self._addresses:
             batch, kv_heads, tokens, head_dim = self.shape

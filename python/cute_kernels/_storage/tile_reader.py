@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from cute_kernels._runtime.extension import _C, CODEC_CODES, DTYPE_CODES, ROLE_CODES
+from cute_kernels._runtime.extension import _C, CODEC_CODES, ROLE_CODES, SCALED_CODECS
 from cute_kernels._storage.storage import Storage
 
 _CHUNK_ELEMENTS = 1 << 22  # bounds the memory of a chunk's temporaries, some 100 bytes an element
-_HALF_BITS = 16  # of a word that one of its streams has
+_HALF_BITS = 16  # of a word: what each of its streams has with a codec of 16 bits
 
 
 def tiles_per_head(tokens: int) -> int:
@@ -34,55 +34,96 @@ class TileLayout:
     token: Tensor  # (E, L) token position of a lane's element
     channel: Tensor  # (E, L) channel position of a lane's element
     bitmap_rows: int
+    scale_rows: int
+
+    @property
+    def first_value_row(self) -> int:
+        return self.bitmap_rows + self.scale_rows
 
 
 @lru_cache(maxsize=64)
 @_disable_current_modes()  # tables that stay: they must not be a FakeTensorMode's
-def tile_layout(role: str, padded_head_dim: int, device: torch.device) -> TileLayout:
-    lanes = _C.format.LANES
+def tile_layout(role: str, padded_head_dim: int, codec: str, device: torch.device) -> TileLayout:
+    lanes, code = _C.format.LANES, CODEC_CODES[codec]
     position = (
         torch.tensor(_C.format.element_table(ROLE_CODES[role], padded_head_dim), device="cpu").view(lanes, -1).t()
     )
     elements = position.shape[0]
     return TileLayout(
         word=torch.arange(elements, device=device) // _C.format.WORD_ELEMENTS,
-        bit=torch.tensor([[_C.format.bitmap_bit(e)] for e in range(elements)], dtype=torch.int32, device=device),
+        bit=torch.tensor([[_C.format.bitmap_bit(e, code)] for e in range(elements)], dtype=torch.int32, device=device),
         token=(position // padded_head_dim).to(device),
         channel=(position % padded_head_dim).to(device),
         bitmap_rows=_C.format.bitmap_rows(padded_head_dim),
+        scale_rows=_C.format.scale_rows(code),
     )
 
 
 @dataclass(frozen=True)
 class ValueLayout:
-    """How a codec stores the values of a stream in the stream's 16 bits of every row's word."""
+    """Where a codec stores the values of streams in the value rows of a block.
 
-    per_row: int
+    With 16 bits every stream has half of the word in every row; with fewer, streams take turns with whole words.
+    """
+
     bits: int  # of a value
-    table: Tensor | None  # stored bits -> bits of the cache's dtype, int16; None: they are the same
+    numbers: Tensor | None  # [code] -> float32; None: a codec without scales
+    codes: Tensor | None  # [code] -> whether it may be stored
+    scale_index: Tensor | None  # token position -> entry of a tile's scales
 
     @property
-    def magnitude_bits(self) -> int:
-        """All bits of a stored value but its sign."""
-        return (1 << (self.bits - 1)) - 1
+    def word_values(self) -> int:
+        """Of a stream in a word."""
+        return max(1, 32 // self.bits if self.bits < _HALF_BITS else 1)
+
+    @property
+    def mask(self) -> int:
+        return (1 << self.bits) - 1
+
+    def capacity(self, value_rows: Tensor) -> Tensor:
+        """How many values a stream may have in so many rows."""
+        if self.bits == _HALF_BITS:
+            return value_rows
+        return value_rows.div(_C.format.VALUE_STREAMS, rounding_mode="floor") * self.word_values
+
+    def place(self, stream: Tensor, rank: Tensor) -> tuple[Tensor, Tensor]:
+        """The value row, counted from the first, and the first bit of the value of a rank in its stream."""
+        if self.bits == _HALF_BITS:
+            return rank, _HALF_BITS * stream
+        word = rank.div(self.word_values, rounding_mode="floor")
+        return word * _C.format.VALUE_STREAMS + stream, self.bits * rank.remainder(self.word_values)
+
+    def of_row(self, value_row: Tensor) -> tuple[Tensor, Tensor]:
+        """(rows,) -> streams and ranks of the values in these rows, (rows, V) each, from the lowest bits up."""
+        if self.bits == _HALF_BITS:
+            stream = torch.arange(_C.format.VALUE_STREAMS, device=value_row.device).expand(len(value_row), -1)
+            return stream, value_row[:, None].expand_as(stream)
+        place = torch.arange(self.word_values, device=value_row.device)
+        rank = value_row[:, None].div(_C.format.VALUE_STREAMS, rounding_mode="floor") * self.word_values + place
+        return value_row[:, None].remainder(_C.format.VALUE_STREAMS).expand_as(rank), rank
 
 
 @lru_cache(maxsize=64)
 @_disable_current_modes()
-def value_layout(codec: str, dtype: torch.dtype, device: torch.device) -> ValueLayout:
+def value_layout(codec: str, device: torch.device) -> ValueLayout:
     code = CODEC_CODES[codec]
-    per_row = _C.format.values_per_row(code)
-    decoded = _C.format.decode_table(code, DTYPE_CODES[dtype])
-    table = torch.tensor(decoded, dtype=torch.int32, device="cpu").to(torch.int16).to(device) if decoded else None
-    return ValueLayout(per_row, _HALF_BITS // per_row, table)
+    if codec not in SCALED_CODECS:
+        return ValueLayout(_C.format.value_bits(code), None, None, None)
+    index = [_C.format.scale_index(p) for p in range(_C.format.TILE_TOKENS)]
+    return ValueLayout(
+        _C.format.value_bits(code),
+        torch.tensor(_C.format.number_table(code), dtype=torch.float32, device=device),
+        torch.tensor(_C.format.codes(code), dtype=torch.bool, device=device),
+        torch.tensor(index, device=device),
+    )
 
 
 def layout_of(storage: Storage) -> TileLayout:
-    return tile_layout(storage.role, storage.padded_head_dim, storage.device)
+    return tile_layout(storage.role, storage.padded_head_dim, storage.codec, storage.device)
 
 
 def values_of(storage: Storage) -> ValueLayout:
-    return value_layout(storage.codec, storage.dtype, storage.device)
+    return value_layout(storage.codec, storage.device)
 
 
 def chunks(storage: Storage) -> Iterator[tuple[int, int]]:
@@ -115,52 +156,77 @@ def by_stream(elements: Tensor) -> Tensor:
     return elements.view(tiles, -1, _C.format.VALUE_STREAMS, lanes)
 
 
-def element_values(storage: Storage, first: int, last: int) -> Tensor:
-    """(tiles, E, L) int16: every element in the bits of the cache's dtype, zero where nothing is stored."""
-    bits, values = element_bits(storage, first, last), values_of(storage)
-    # An element without a bit may have rank -1: it reads the row above the values, a bitmap row, and is masked below.
+def element_codes(storage: Storage, first: int, last: int) -> Tensor:
+    """(tiles, E, L) int64: the stored bits of every element, zero where nothing is stored."""
+    bits, layout, values = element_bits(storage, first, last), layout_of(storage), values_of(storage)
+    # An element without a bit may have rank -1: it reads rows above the values and is masked below.
     rank = by_stream(bits).cumsum(dim=1) - 1
-    begin = storage.row_offsets[first:last].long()[:, None, None, None] + layout_of(storage).bitmap_rows
     lane = torch.arange(_C.format.LANES, device=storage.device)
     stream = torch.arange(_C.format.VALUE_STREAMS, device=storage.device)[:, None]
-    row = begin + rank.div(values.per_row, rounding_mode="floor")
-    stored = halves(storage)[row, lane, stream]
-    if values.table is not None:
-        shift = rank.remainder(values.per_row) * values.bits
-        stored = values.table[(stored.long() >> shift) & ((1 << values.bits) - 1)]
+    row, shift = values.place(stream, rank)
+    begin = storage.row_offsets[first:last].long()[:, None, None, None] + layout.first_value_row
+    stored = (storage.blocks[(begin + row).clamp(max=len(storage.blocks) - 1), lane].long() >> shift) & values.mask
     return torch.where(bits, stored.view(bits.shape), 0)
 
 
-def halves(storage: Storage) -> Tensor:
-    """(rows, L, streams) int16: the words of the blocks, low half first."""
-    return storage.blocks.view(torch.int16).view(-1, _C.format.LANES, _C.format.VALUE_STREAMS)
+def token_scales(storage: Storage, first: int, last: int) -> Tensor:
+    """(tiles, 64) float32, by token position: of a codec with scales."""
+    row = storage.row_offsets[first:last].long() + layout_of(storage).bitmap_rows
+    return storage.blocks[row].view(torch.bfloat16)[:, values_of(storage).scale_index].float()
 
 
-def stored_values(storage: Storage, rows: Tensor) -> Tensor:
-    """(rows, values of a row, L, streams) int64: the bits of the values in these rows, first to last of a stream."""
+def row_values(storage: Storage, rows: Tensor, value_row: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of these rows, which have these numbers among the value rows of their tiles: the stored bits (rows, V, L) int64,
+    and the streams and ranks (rows, V) that they are of."""
     values = values_of(storage)
-    shift = torch.arange(values.per_row, device=storage.device)[:, None, None] * values.bits
-    return (halves(storage)[rows][:, None].long() >> shift) & ((1 << values.bits) - 1)
+    stream, rank = values.of_row(value_row)
+    _, shift = values.place(stream, rank)
+    return (storage.blocks[rows][:, None].long() >> shift[..., None]) & values.mask, stream, rank
 
 
 def orders(storage: Storage, first: int, last: int) -> tuple[Tensor, Tensor]:
     """token_order (tiles, 64) and channel_order (tiles, padded head dim) of a chunk's tiles, int64."""
-    tile = torch.arange(first, last, device=storage.device)
     token_order = storage.token_order.view(-1, _C.format.TILE_TOKENS)[first:last].long()
-    heads = storage.channel_order.view(-1, storage.padded_head_dim)
-    return token_order, heads[tile // storage.token_order.shape[2]].long()
+    return token_order, _of_heads(storage, storage.channel_order, first, last).long()
+
+
+def _of_heads(storage: Storage, by_head: Tensor | None, first: int, last: int) -> Tensor:
+    """(B, Hkv, Dp) -> (tiles, Dp), that of the head of each of a chunk's tiles."""
+    assert by_head is not None
+    tile = torch.arange(first, last, device=storage.device)
+    return by_head.view(-1, storage.padded_head_dim)[tile // storage.token_order.shape[2]]
 
 
 @torch.no_grad()
-def decompress(storage: Storage) -> Tensor:
-    """(B, Hkv, T, D) of the cache's dtype, bit for bit what is stored."""
+def operand(storage: Storage) -> Tensor:
+    """(B, Hkv, T, D): what products multiply. Float32 of a codec with scales, exactly number * scales; else of the
+    cache's dtype, bit for bit what is stored."""
     batch, kv_heads, tokens, head_dim = storage.shape
     padded, tile_tokens, layout = storage.padded_head_dim, _C.format.TILE_TOKENS, layout_of(storage)
     tiles = tiles_per_head(tokens)
-    bits = torch.zeros(batch * kv_heads * tiles, tile_tokens * padded, dtype=torch.int16, device=storage.device)
+    numbers = values_of(storage).numbers
+    dtype = torch.int16 if numbers is None else torch.float32
+    dense = torch.zeros(batch * kv_heads * tiles, tile_tokens * padded, dtype=dtype, device=storage.device)
     for first, last in chunks(storage):
         token_order, channel_order = orders(storage, first, last)
         index = token_order[:, layout.token] * padded + channel_order[:, layout.channel]  # (tiles, E, L)
-        bits[first:last].scatter_(1, index.flatten(1), element_values(storage, first, last).flatten(1))
-    dense = bits.view(batch, kv_heads, tiles * tile_tokens, padded)[:, :, :tokens, :head_dim]
-    return dense.contiguous().view(storage.dtype)
+        codes = element_codes(storage, first, last)
+        if numbers is None:
+            elements = codes.to(torch.int16)
+        else:
+            of_channel = _of_heads(storage, storage.channel_scale, first, last).float()[:, layout.channel]
+            of_token = token_scales(storage, first, last)[:, layout.token]
+            # Twice: an element without a value has a code of 0, which may be no code.
+            elements = torch.where(element_bits(storage, first, last), numbers[codes] * of_token * of_channel, 0.0)
+        dense[first:last].scatter_(1, index.flatten(1), elements.flatten(1))
+    dense = dense.view(batch, kv_heads, tiles * tile_tokens, padded)[:, :, :tokens, :head_dim].contiguous()
+    return dense if numbers is not None else dense.view(storage.dtype)
+
+
+def decompress(storage: Storage) -> Tensor:
+    """(B, Hkv, T, D) of the cache's dtype: `operand`, rounded to it once, but not beyond its largest number."""
+    dense = operand(storage)
+    if storage.channel_scale is None:
+        return dense
+    largest = torch.finfo(storage.dtype).max
+    return dense.clamp(-largest, largest).to(storage.dtype)

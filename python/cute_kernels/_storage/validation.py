@@ -19,6 +19,7 @@ TENSOR_DTYPES = {
     "row_offsets": torch.int32,
     "token_order": torch.uint8,
     "channel_order": torch.uint8,
+    "channel_scale": torch.bfloat16,
 }
 
 
@@ -31,6 +32,7 @@ def check_storage(storage: Storage) -> int:
     _check_row_offsets(storage)
     _check_permutation(storage.token_order, "token_order")
     _check_permutation(storage.channel_order, "channel_order")
+    _check_channel_scale(storage)
     return sum(_check_chunk(storage, first, last) for first, last in tile_reader.chunks(storage))
 
 
@@ -65,6 +67,7 @@ def check_tensors(storage: Storage) -> None:
         "row_offsets": (batch * kv_heads * tiles + 1,),
         "token_order": (batch, kv_heads, tiles, tile_tokens),
         "channel_order": (batch, kv_heads, padded),
+        "channel_scale": (batch, kv_heads, padded),
     }
     for name, tensor in storage.tensors().items():
         if tensor.dtype != TENSOR_DTYPES[name]:
@@ -82,8 +85,9 @@ def check_tensors(storage: Storage) -> None:
 
 def _check_row_offsets(storage: Storage) -> None:
     padded = storage.padded_head_dim
-    shortest = _C.format.bitmap_rows(padded)
-    longest = _C.format.max_tile_rows(padded, CODEC_CODES[storage.codec])
+    code = CODEC_CODES[storage.codec]
+    shortest = _C.format.bitmap_rows(padded) + _C.format.scale_rows(code)
+    longest = _C.format.max_tile_rows(padded, code)
     offsets = storage.row_offsets.long()
     rows = offsets.diff()
     if int(offsets[0]) != 0:
@@ -110,6 +114,14 @@ def _check_permutation(order: Tensor, name: str) -> None:
         raise ValueError(f"{name}: every row must be a permutation of 0..{order.shape[-1] - 1}")
 
 
+def _check_channel_scale(storage: Storage) -> None:
+    if storage.channel_scale is None:
+        return
+    scales, most = storage.channel_scale.float(), 2.0**_C.format.MAX_CHANNEL_SCALE_LOG2
+    if not bool(((scales >= 1 / most) & (scales <= most)).all()):
+        raise ValueError(f"channel_scale: every scale must be from {1 / most} to {most}")
+
+
 def _check_chunk(storage: Storage, first: int, last: int) -> int:
     """Checks bitmaps and values of the tiles [first, last); returns their number of nonzeros."""
     layout, codec = tile_reader.layout_of(storage), tile_reader.values_of(storage)
@@ -117,8 +129,8 @@ def _check_chunk(storage: Storage, first: int, last: int) -> int:
     end = storage.row_offsets[first + 1 : last + 1].long()
     bits = tile_reader.element_bits(storage, first, last)  # (tiles, E, L)
     counts = tile_reader.by_stream(bits).sum(dim=1)  # (tiles, streams, L)
-    value_rows = end - begin - layout.bitmap_rows
-    if bool((counts > value_rows[:, None, None] * codec.per_row).any()):
+    value_rows = end - begin - layout.first_value_row
+    if bool((counts > codec.capacity(value_rows)[:, None, None]).any()):
         raise ValueError("blocks: a bitmap has more bits than its tile holds values")
 
     token_order, channel_order = tile_reader.orders(storage, first, last)
@@ -130,13 +142,19 @@ def _check_chunk(storage: Storage, first: int, last: int) -> int:
 
     row = torch.arange(int(begin[0]), int(end[-1]), device=storage.device)
     tile_of_row = torch.repeat_interleave(torch.arange(last - first, device=storage.device), end - begin)
-    value_row = row - begin[tile_of_row] - layout.bitmap_rows  # counted in its tile; negative: a bitmap row
+    value_row = row - begin[tile_of_row] - layout.first_value_row  # counted in its tile; negative: none
     is_value = value_row >= 0
-    values = tile_reader.stored_values(storage, row[is_value])  # (value rows, values of a row, L, streams)
-    rank = value_row[is_value][:, None] * codec.per_row + torch.arange(codec.per_row, device=storage.device)
-    used = rank[:, :, None, None] < counts[tile_of_row[is_value]].transpose(1, 2)[:, None]
-    if bool((used & ((values & codec.magnitude_bits) == 0)).any()):
-        raise ValueError("blocks: a bitmap has a bit for a value that is zero")
+    values, stream, rank = tile_reader.row_values(storage, row[is_value], value_row[is_value])
+    used = rank[..., None] < counts[tile_of_row[is_value][:, None], stream]
+    if codec.codes is None:
+        if bool((used & ((values & codec.mask >> 1) == 0)).any()):
+            raise ValueError("blocks: a bitmap has a bit for a value that is zero")
+    else:
+        if bool((used & ~codec.codes[values]).any()):
+            raise ValueError(f"blocks: a value is no code of codec '{storage.codec}'")
+        scales, most = tile_reader.token_scales(storage, first, last), 2.0**_C.format.MAX_SCALE_LOG2
+        if not bool(((scales >= 1 / most) & (scales <= most)).all()):
+            raise ValueError(f"blocks: the scale of a token must be from {1 / most} to {most}")
     if bool((~used & (values != 0)).any()):
         raise ValueError("blocks: values must be followed by zeros up to the tile's last row")
     return int(counts.sum())

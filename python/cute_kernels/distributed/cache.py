@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,36 +16,12 @@ from cute_kernels._cache.extend import runs
 from cute_kernels._cache.reference import attend_reference
 from cute_kernels._cache.sequences import TILE
 from cute_kernels._runtime import checks, gradients, ops
-from cute_kernels._runtime.backends import check_name, resolve
+from cute_kernels._runtime.backends import resolve
+from cute_kernels.distributed.attention import PendingAttention, ShardedAttention
 from cute_kernels.distributed.exchange import Parts
 from cute_kernels.distributed.ranks import Ranks
 from cute_kernels.distributed.shard import Shard
-from cute_kernels.merging import merge_states
 from cute_kernels.rules import Rule
-
-_FAILED = 2  # in the place of the pool's error: this rank's call raised
-_CHECKED_EVERY = 64  # calls of attend, on GPUs, after which the host looks at what ranks say of themselves
-
-
-class PendingAttention:
-    """What `ShardedKVCache.attend` returns with async_op=True: ranks' outputs are on their way."""
-
-    def __init__(self, cache: ShardedKVCache, parts: Parts, work: Any, kept: tuple[bool, bool]) -> None:
-        self._cache, self._parts, self._work, self._kept = cache, parts, work, kept
-        self._result: Any = None
-
-    def wait(self) -> Tensor | tuple[Tensor, Tensor]:
-        """What `attend` would have returned. On GPUs the current stream waits, not the host; call it in the stream that
-        called `attend`. Once per rank, in the order of the calls; again: the same result.
-
-        Raises RuntimeError as `attend` does, where another rank failed.
-        """
-        if self._result is None:
-            if self._work is not None:
-                self._work.wait()
-            self._result = self._cache._merged(self._parts, *self._kept)
-            self._work = None
-        return self._result
 
 
 class ShardedKVCache:
@@ -96,6 +71,9 @@ class ShardedKVCache:
         value_keep: int | None = None,
         key_rule: str | Rule = "magnitude",
         value_rule: str | Rule = "magnitude",
+        codec: str | None = None,
+        key_codec: str | None = None,
+        value_codec: str | None = None,
         window: int = 32,
         device: torch.device | str | int = "cuda",
     ) -> None:
@@ -115,6 +93,9 @@ class ShardedKVCache:
             "value_keep": value_keep,
             "key_rule": key_rule,
             "value_rule": value_rule,
+            "codec": codec,
+            "key_codec": key_codec,
+            "value_codec": value_codec,
             "window": window,
             "device": device,
         }
@@ -123,19 +104,16 @@ class ShardedKVCache:
         self._ranks.agree("ShardedKVCache", described, heads=True)
         # Pages of one tile, as tiles go round.
         fixed: dict[str, Any] = {"page_tokens": TILE, "max_append": TILE, "pool_tokens": None, "pool_bytes": None}
-        fixed |= {"codec": None, "key_codec": None, "value_codec": None}
         whole = config(**options, **fixed)
         self._ranks.check_device(whole.device)
         self._config = made_for = replace(whole, kv_heads=self._ranks.local_heads(whole.kv_heads))
         with torch.inference_mode(False):  # tensors made in it could not be written to outside of it
             self._shard = Shard(made_for, self.rank, self.world_size)
+        self._attention = ShardedAttention(self._ranks, self._shard, made_for)
         self._table = made_for.table()
         self.max_batch, self.kv_heads, self.head_dim = made_for.max_batch, made_for.kv_heads, made_for.head_dim
         self.dtype, self.device = made_for.dtype, made_for.device
         self.capacity, self.window = made_for.capacity, made_for.window
-        self._known: set[tuple[Any, ...]] = set()  # calls in which all ranks have agreed
-        self._last: tuple[int, ...] | None = None  # shape of the queries of the last of them
-        self._calls = 0
         self._captured = False  # an append is in a graph: the host's lengths may be behind those of the device
         self._whole = True  # no append was interrupted
 
@@ -307,50 +285,16 @@ class ShardedKVCache:
                 raise RuntimeError("attend with async_op=True takes no part in autograd: call it under torch.no_grad()")
             keywords: dict[str, Any] = {"scale": scale, "return_lse": return_lse, "backend": backend}
             return gradients.without_gradient("ShardedKVCache.attend", lambda q: self.attend(q, **keywords), q)
-        capturing = self._capturing()
-        error: Exception | None = None
-        key: tuple[Any, ...] = ()
-        factor = 0.0
-        try:
-            self._check_whole()
-            self._check_queries(q)
-            factor = 1 / math.sqrt(self.head_dim) if scale is None else checks.scale(scale)
-            checks.flag(return_lse, "return_lse")
-            checks.flag(async_op, "async_op")
-            check_name(backend)
-            key = (tuple(q.shape), str(q.dtype), factor, return_lse, backend)
-        except (TypeError, ValueError, RuntimeError) as caught:
-            error = caught
-        if capturing and (error is not None or key not in self._known):
-            raise error or RuntimeError("attend is new like this: call it once on all ranks before the capture")
-        new = error is None and key not in self._known
-        if new or (error is not None and self._last is None):
-            names = ("q's shape", "q's dtype", "scale", "return_lse", "backend")
-            self._ranks.agree("attend", {name: repr(value) for name, value in zip(names, key)}, error)
-        if not capturing:
-            self._calls += 1
-        look = not capturing and (self.device.type == "cpu" or new or self._calls % _CHECKED_EVERY == 0)
-        # Other ranks are about to gather results of the last call's shape where this one's arguments are wrong.
-        parts = self._parts(q.shape if error is None else self._last or (0, 0, 0, self.head_dim))
-        if error is None:
-            try:
-                self._attend_here(q, factor, backend, parts)
-            except Exception as caught:
-                if capturing:
-                    raise
-                error = caught
-        if error is not None:
-            parts.out.fill_(math.nan)
-            parts.lse.fill_(math.nan)
-        if look:
-            self._describe(parts.header, failed=error is not None)
-        work = self._ranks.gather(parts.bytes, async_op=async_op and error is None)
-        if error is not None:
-            raise error
-        self._known.add(key)
-        self._last = tuple(q.shape)
-        pending = PendingAttention(self, parts, work, (return_lse, look))
-        return pending if async_op else pending.wait()
+        return self._attention.attend(
+            q,
+            scale=scale,
+            return_lse=return_lse,
+            backend=backend,
+            async_op=async_op,
+            capturing=self._capturing(),
+            check=lambda: self._check_attend(q),
+            part=self._attend_here,
+        )
 
     @torch.no_grad()
     def step(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, backend: str = "auto") -> Tensor:
@@ -370,7 +314,8 @@ class ShardedKVCache:
         if not self._whole:
             raise RuntimeError("an append to this cache was interrupted, and it may lack tokens: call reset")
 
-    def _check_queries(self, q: Tensor) -> None:
+    def _check_attend(self, q: Tensor) -> None:
+        self._check_whole()
         cache_checks.queries(self._config, q)
         if q.shape[0] != self.batch:
             raise ValueError(f"q must have the B = {self.batch} sequences of the cache, got {q.shape[0]}")
@@ -397,10 +342,6 @@ class ShardedKVCache:
             problem = shard.own_problem(q, scale, causal, expected=expected)
             launch_problem(problem, q, parts.out, parts.lse, name, lengths=shard.share.lengths)
 
-    def _parts(self, shape: Sequence[int]) -> Parts:
-        """Room for what ranks send of queries (B, Hq, Sq, D)."""
-        return Parts(self.world_size, self.rank, shape, self.dtype, self.max_batch + 1, self.device)
-
     def _own(self, row: int) -> tuple[Tensor, Tensor]:
         """K and V of a sequence, those of this rank alone."""
         state = self._table.rows[row]
@@ -408,35 +349,6 @@ class ShardedKVCache:
         if self._shard.has_window:
             k, v = (torch.cat(pair, dim=1) for pair in zip((k, v), self._shard.window(row, state.window)))
         return k, v
-
-    def _describe(self, header: Tensor, *, failed: bool) -> None:
-        """Tokens of every sequence and a mark of failure, written on the device: the host waits for nothing."""
-        torch.add(self._shard.lengths, self._shard.windows.lengths, out=header[:-1])
-        if failed:
-            header[-1:].fill_(_FAILED)
-        else:
-            header[-1:].copy_(self._shard.pool.error)
-
-    def _merged(self, parts: Parts, return_lse: bool, look: bool) -> Any:
-        """attend's result, from what all ranks sent."""
-        if look:
-            self._compare(parts.headers().tolist())
-        out, lse = merge_states(*parts.states()) if self.world_size > 1 else (parts.out, parts.lse)
-        return (out, lse) if return_lse else out
-
-    def _compare(self, headers: list[list[int]]) -> None:
-        marks = [header[-1] for header in headers]
-        if failed := [rank for rank, mark in enumerate(marks) if mark == _FAILED]:
-            raise RuntimeError(f"attend failed on {_ranks(failed)} of the group, which say why")
-        if full := [rank for rank, mark in enumerate(marks) if mark]:
-            raise RuntimeError(
-                f"replays of a captured append exceeded the capacity of {self.capacity} on {_ranks(full)} of the "
-                "group, which left their tokens out"
-            )
-        for sequence, lengths in enumerate(zip(*(header[:-1] for header in headers))):
-            if len(set(lengths)) > 1:
-                listed = ", ".join(f"rank {rank}: {length}" for rank, length in enumerate(lengths))
-                raise RuntimeError(f"ranks must hold the same tokens: {listed} tokens in sequence {sequence}")
 
     # ---- Everything --------------------------------------------------------------------------------------------------
 
@@ -474,7 +386,3 @@ class ShardedKVCache:
 
 def _described(value: Any) -> str:
     return f"{type(value).__name__} with group {value.group}" if isinstance(value, Rule) else repr(value)
-
-
-def _ranks(numbers: list[int]) -> str:
-    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"

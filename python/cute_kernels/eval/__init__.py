@@ -6,6 +6,7 @@ prefilled densely, then every token older than the local window is pruned, and w
 | module | job |
 | --- | --- |
 | `settings` | what is pruned, by which rule, how much |
+| `rounding` | what a narrow codec makes of it |
 | `pruned_cache` | a Transformers cache, dense in memory, whose older tokens are pruned |
 | `models` | local model folders, and the cache that a setting asks for |
 | `decoding` | prefill, then read the pruned cache: log-likelihoods and greedy answers |

@@ -12,6 +12,7 @@ import torch
 from cute_kernels import rules
 from cute_kernels._runtime import checks
 from cute_kernels.eval import models
+from cute_kernels.eval.rounding import CODECS
 from cute_kernels.eval.settings import PARTS, WINDOW
 
 TASKS = ("perplexity", "needle", "recall", "longbench", "ruler")
@@ -25,6 +26,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         asked = [task for task in tasks if task in args.tasks]
         if asked and getattr(args, option) is None:
             parser.error(f"--{option} is needed for {' and '.join(asked)}")
+    if any(args.evict) and {"longbench", "ruler"} & set(args.tasks):
+        parser.error("--evict is not for longbench and ruler")
     args.granularity = args.granularity or models.GRANULARITY[args.cache]
     if not 1 <= prefill_of(args) < args.context:
         parser.error(f"--prefill must be from 1 to below --context {args.context}, got {prefill_of(args)}")
@@ -85,6 +88,21 @@ def _pruning(add: Callable[..., object]) -> None:
         default="0.5,0.7",
         metavar="LIST",
         help="shares to drop; KEYS:VALUES for different ones (default: %(default)s)",
+    )
+    add(
+        "--evict",
+        type=_list(_share),
+        default="0",
+        metavar="LIST",
+        help="shares of a prompt's tokens to evict first, those of least attention (H2O); not for longbench and ruler "
+        "(default: %(default)s)",
+    )
+    add(
+        "--codec",
+        type=_list(_codec),
+        default="own",
+        metavar="LIST",
+        help=f"how what leaves the window is stored: own (as it is), {', '.join(CODECS)} (default: %(default)s)",
     )
     add(
         "--window",
@@ -183,6 +201,11 @@ def _rules(text: str) -> str:
     return text
 
 
+def _codec(text: str) -> str:
+    """As `Setting` takes it."""
+    return "" if text == "own" else _one_of(CODECS)(text)
+
+
 def _shares(text: str) -> float | tuple[float, float]:
     try:
         shares = [float(share) for share in text.split(":", 1)]
@@ -191,6 +214,13 @@ def _shares(text: str) -> float | tuple[float, float]:
     if not all(0 <= share < 1 for share in shares):
         raise argparse.ArgumentTypeError(f"'{text}' is no share from 0 to below 1, or two of them as KEYS:VALUES")
     return (shares[0], shares[1]) if len(shares) > 1 else shares[0]
+
+
+def _share(text: str) -> float:
+    share = _shares(text)
+    if isinstance(share, tuple):
+        raise argparse.ArgumentTypeError(f"'{text}' is no share from 0 to below 1")
+    return share
 
 
 def _integer(least: int) -> Callable[[str], int]:

@@ -17,7 +17,7 @@ import torch
 
 from cute_kernels import __version__
 from cute_kernels.eval import arguments as arguments_module
-from cute_kernels.eval import benchmarks, models, perplexity, recall, results
+from cute_kernels.eval import benchmarks, metrics, models, perplexity, recall, results
 from cute_kernels.eval.settings import Setting, grid
 
 Measured = dict[str, tuple[float, int]]  # row's task -> value, number of samples
@@ -57,10 +57,19 @@ class Evaluation:
         models.check_folder(args.model)
         self.suites: list[benchmarks.Task] = []
         if "longbench" in args.tasks:
+            metrics.require_longbench()
             self.suites += benchmarks.longbench(args.longbench, args.limit)
         if "ruler" in args.tasks:
             self.suites += benchmarks.ruler(args.ruler, args.limit)
-        self.settings = grid(args.rules, args.parts, args.sparsity, window=args.window, granularity=args.granularity)
+        self.settings = grid(
+            args.rules,
+            args.parts,
+            args.sparsity,
+            window=args.window,
+            granularity=args.granularity,
+            evictions=args.evict,
+            codecs=args.codec,
+        )
         models.check(self.settings, args.cache)
         models.check_dtype(args.model, args.dtype, args.cache)
         self.store = results.Store(args.out, _identity(args))
@@ -154,7 +163,7 @@ def _identity(args: argparse.Namespace) -> results.Row:
     """What makes results comparable: everything but the settings, the tasks chosen and where files go."""
     import transformers
 
-    apart = ("rules", "parts", "sparsity", "tasks", "out", "device")
+    apart = ("rules", "parts", "sparsity", "evict", "codec", "tasks", "out", "device")
     known = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
     versions = {"cute_kernels": __version__, "transformers": transformers.__version__, "torch": torch.__version__}
     return {name: value for name, value in known.items() if name not in apart} | versions

@@ -11,13 +11,17 @@ from torch import Tensor
 from cute_kernels.eval.models import CacheMaker
 
 
-def _forward(model: Any, ids: Tensor, cache: Any, last_only: bool) -> Tensor:
-    """Logits (B, n or 1, vocabulary) of ids (B, n), float32."""
+def _forward(model: Any, ids: Tensor, cache: Any, first: int, last_only: bool) -> Tensor:
+    """Logits (B, n or 1, vocabulary) of ids (B, n), float32. first: tokens before them."""
+    places = {}
+    if cache.get_seq_length() != first:  # some were evicted
+        places["position_ids"] = torch.arange(first, first + ids.shape[1], device=ids.device)[None]
     output = model(
         input_ids=ids,
         past_key_values=cache,
         use_cache=True,
         logits_to_keep=1 if last_only else 0,  # 0: all
+        **places,
     )
     return output.logits.float()
 
@@ -30,21 +34,23 @@ def answer(model: Any, make_cache: CacheMaker, context: Tensor, question: Tensor
     from the pruned cache.
     """
     cache = make_cache()
-    _forward(model, context, cache, last_only=True)
-    token = _forward(model, question, cache, last_only=True)[:, -1].argmax(-1, keepdim=True)
+    _forward(model, context, cache, 0, last_only=True)
+    first = context.shape[1]
+    token = _forward(model, question, cache, first, last_only=True)[:, -1].argmax(-1, keepdim=True)
     tokens = [token]
-    for _ in range(length - 1):
-        token = _forward(model, token, cache, last_only=True)[:, -1].argmax(-1, keepdim=True)
+    for i in range(length - 1):
+        place = first + question.shape[1] + i
+        token = _forward(model, token, cache, place, last_only=True)[:, -1].argmax(-1, keepdim=True)
         tokens.append(token)
     return torch.cat(tokens, dim=1)
 
 
 def _predictions(model: Any, cache: Any, ids: Tensor, prefill: int, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:
     """(what is predicted for them (B, m, vocabulary), ids (B, m)) for all of ids[:, prefill:], chunk by chunk."""
-    previous = _forward(model, ids[:, :prefill], cache, last_only=True)
+    previous, first = _forward(model, ids[:, :prefill], cache, 0, last_only=True), prefill
     for part in ids[:, prefill:].split(chunk, dim=1):
-        logits = torch.cat([previous, _forward(model, part, cache, last_only=False)], dim=1)
-        previous = logits[:, -1:]
+        logits = torch.cat([previous, _forward(model, part, cache, first, last_only=False)], dim=1)
+        previous, first = logits[:, -1:], first + part.shape[1]
         yield logits[:, :-1], part
 
 

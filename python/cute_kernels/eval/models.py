@@ -60,7 +60,9 @@ def check(settings: Sequence[Setting], cache: str) -> None:
     if cache not in CACHES:
         raise ValueError(f"cache must be one of {', '.join(CACHES)}, got {cache!r}")
     for setting in settings if cache == "sparse" else ():
-        if setting.part == "none":
+        if setting.evicted:
+            raise ValueError("--cache sparse evicts no tokens: take --cache pruned, or SparseKVCache.from_cache")
+        if setting.is_dense:
             continue
         for name in [name for name, sparsity in map(setting.rule_of, ("key", "value")) if sparsity]:
             if rules.RULES[name].whole_cache:
@@ -88,15 +90,14 @@ def check_dtype(folder: Path, dtype: str, cache: str) -> None:
 
 
 def prepare(model: Any, settings: list[Setting], cache: str) -> None:
-    """Checks that every setting can be evaluated on this model and cache, and shows queries to rules that want them."""
+    """Checks that every setting can be evaluated on this model and cache, and shows queries to what wants them."""
     check(settings, cache)
     for setting in settings:
         cache_maker(model, setting, cache)()
     if cache == "pruned" and any(
-        rules.needs(setting.rule_of(role)[0], role)
+        setting.evicted or (setting.rule_of(role)[1] and rules.needs(setting.rule_of(role)[0], role))
         for setting in settings
         for role in ("key", "value")
-        if setting.rule_of(role)[1]
     ):
         from cute_kernels.eval import pruned_cache
 
@@ -109,7 +110,7 @@ def cache_maker(model: Any, setting: Setting, cache: str = "pruned") -> CacheMak
     cache: "pruned", dense in memory with pruned values, for every rule; "sparse", the compressed cache of
     cute_kernels.integrations.transformers and its kernels, for the rules that prune tile by tile.
     """
-    if cache == "sparse" and setting.part != "none":
+    if cache == "sparse" and not setting.is_dense:
         return _sparse(model, setting)
     from cute_kernels.eval import pruned_cache
 
@@ -126,4 +127,6 @@ def _sparse(model: Any, setting: Setting) -> CacheMaker:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     keep = {f"{role}_keep": kept_elements(head_dim, setting.rule_of(role)[1]) or head_dim for role in ("key", "value")}
     chosen = {f"{role}_rule": name for role, name in pruning.items()}
+    if setting.codec:
+        chosen["codec"] = setting.codec
     return lambda: SparseKVCache(model, window=setting.window, **keep, **chosen)

@@ -22,7 +22,7 @@ from typing import Any
 from cute_kernels.eval.settings import Setting
 
 Row = dict[str, Any]
-_COLUMNS = ("setting", "part", "rule", "key_sparsity", "value_sparsity", "window", "granularity")
+_COLUMNS = ("setting", "part", "rule", "key_sparsity", "value_sparsity", "window", "granularity", "evicted", "codec")
 
 
 def row(setting: Setting, task: str, metric: str, value: float, samples: int) -> Row:

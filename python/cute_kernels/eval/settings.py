@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cute_kernels import rules
+from cute_kernels._runtime.extension import SCALED_CODECS
 
 WINDOW = 32  # as in arXiv 2505.22913
 PARTS = ("keys", "values", "both")
@@ -19,7 +21,9 @@ class Setting:
 
     key_rule, value_rule: names from `cute_kernels.rules`. key_sparsity, value_sparsity: shares dropped, 0 to below 1;
     0 leaves that cache dense. window: how many of the newest tokens stay dense at least. granularity: tokens leave the
-    window so many at a time, or as many as the rules want together if that is more.
+    window so many at a time, or as many as the rules want together if that is more. evicted: share of a prompt's tokens
+    that are taken out before, those of least attention, as in H2O (arXiv 2306.14048). codec: how both caches are stored
+    behind the window, "fp8", "int8" or "int4"; "": as they are.
     """
 
     key_rule: str = "magnitude"
@@ -28,6 +32,8 @@ class Setting:
     value_sparsity: float = 0.0
     window: int = WINDOW
     granularity: int = 1
+    evicted: float = 0.0
+    codec: str = ""
 
     def __post_init__(self) -> None:
         for role, rule in (("key", self.key_rule), ("value", self.value_rule)):
@@ -35,9 +41,11 @@ class Setting:
                 raise ValueError(f"{role}_rule must be one of {', '.join(rules.RULES)}, got {rule!r}")
         if self.key_rule == "thinv" or self.value_rule == "think":
             raise ValueError("think prunes keys and thinv values: 'think' alone means both, each where it belongs")
-        for name in ("key_sparsity", "value_sparsity"):
+        for name in ("key_sparsity", "value_sparsity", "evicted"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be from 0 to below 1, got {getattr(self, name)}")
+        if self.codec and self.codec not in SCALED_CODECS:
+            raise ValueError(f"codec must be one of {', '.join(sorted(SCALED_CODECS))} or '', got {self.codec!r}")
         if self.window < 0 or self.granularity < 1:
             raise ValueError(f"window must be >= 0 and granularity >= 1, got {self.window} and {self.granularity}")
 
@@ -45,6 +53,11 @@ class Setting:
     def part(self) -> str:
         """ "none", "keys", "values" or "both"."""
         return ("none", "keys", "values", "both")[(self.key_sparsity > 0) + 2 * (self.value_sparsity > 0)]
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether all of the cache stays as the model makes it."""
+        return self.part == "none" and not self.codec
 
     @property
     def rule(self) -> str:
@@ -55,12 +68,14 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """For people and file names: "dense", "magnitude-both-0.7", "magnitude-k0.5-v0.7"."""
+        """For people and file names: "dense", "magnitude-both-0.7", "h2o-0.5+magnitude-k0.5-v0.7-fp8"."""
+        evicted, codec = f"h2o-{self.evicted:g}" if self.evicted else "", f"-{self.codec}" if self.codec else ""
         if self.part == "none":
-            return "dense"
+            return (evicted or "dense") + codec
+        pruned = f"{self.rule}-{self.part}-{max(self.key_sparsity, self.value_sparsity):g}"
         if self.part == "both" and self.key_sparsity != self.value_sparsity:
-            return f"{self.rule}-k{self.key_sparsity:g}-v{self.value_sparsity:g}"
-        return f"{self.rule}-{self.part}-{max(self.key_sparsity, self.value_sparsity):g}"
+            pruned = f"{self.rule}-k{self.key_sparsity:g}-v{self.value_sparsity:g}"
+        return (f"{evicted}+{pruned}" if evicted else pruned) + codec
 
     def rule_of(self, role: str) -> tuple[str, float]:
         """(rule, sparsity) of "key" or "value"."""
@@ -82,15 +97,18 @@ def grid(
     *,
     window: int = WINDOW,
     granularity: int = 1,
+    evictions: Sequence[float] = (0.0,),
+    codecs: Sequence[str] = ("",),
 ) -> list[Setting]:
-    """Every combination, after the dense cache.
+    """Every combination, after the dense cache, and after the cache that nothing is pruned of where tokens are evicted.
 
     rule_names: of `cute_kernels.rules`; "think" prunes keys by ThinK and values by ThinV; KEYS+VALUES names two rules.
-    parts: of "keys", "values" and "both". sparsities: each for keys and values alike, or (keys', values'). Raises
-    ValueError for a name that is unknown.
+    parts: of "keys", "values" and "both". sparsities: each for keys and values alike, or (keys', values'). evictions:
+    shares of tokens. codecs: as in `Setting`. Raises ValueError for a name that is unknown.
     """
-    settings = [Setting(window=window, granularity=granularity)]
-    for rule_name in rule_names:
+    both = {"window": window, "granularity": granularity}
+    settings = [Setting(**both), *(Setting(**both, evicted=share) for share in evictions)]
+    for evicted, rule_name in itertools.product(evictions, rule_names):
         key_rule, _, value_rule = rule_name.partition("+")
         if not value_rule:
             key_rule, value_rule = _PARTNERS.get(key_rule, (key_rule, key_rule))
@@ -100,7 +118,8 @@ def grid(
             for sparsity in sparsities:
                 keys, values = sparsity if isinstance(sparsity, tuple) else (sparsity, sparsity)
                 keys, values = keys * (part != "values"), values * (part != "keys")
-                settings.append(Setting(key_rule, value_rule, keys, values, window, granularity))
+                of_both = key_rule, value_rule, keys, values
+                settings += [Setting(*of_both, **both, evicted=evicted, codec=codec) for codec in codecs]
     unique: dict[str, Setting] = {}
     for setting in settings:
         unique.setdefault(setting.name, setting)

@@ -15,9 +15,11 @@ auto visit_variant(Stored stored, Variant variant, F&& f) {
   return f(Traits<Stored, kHeadDim, kVariant.consumers, kVariant.cluster_ctas>{});
 }
 
+// codec: of 16 bits, which says the dtype.
 template <int kHeadDim, class F>
 auto visit_traits(format::CodecId codec, Variant variant, F&& f) {
-  return mma::visit_stored_operand(codec, [&](auto stored) { return visit_variant<kHeadDim>(stored, variant, f); });
+  return mma::visit_stored_operand<mma::HalfCodecs>(
+      codec, DType::kFloat16, [&](auto stored) { return visit_variant<kHeadDim>(stored, variant, f); });
 }
 
 template <int kHeadDim>

@@ -48,6 +48,7 @@ class WorkerPipeline {
   // Of lane i: what fills the i-th of 32 stages, so that no fetch waits for its offsets.
   void const* from_ = nullptr;
   int bytes_ = 0, tile_ = -1;
+  int scale_row_ = 0;  // of the values of the tile of keys
 
   CUTE_DEVICE Stage stage_at(int index) const { return {params_.stages, stages_[index]}; }
 
@@ -70,12 +71,16 @@ class WorkerPipeline {
     tile_ = static_cast<int>(source.tile);
     from_ = view.blocks + int64_t{view.first_row(source.tile)} * format::kLanes;
     bytes_ = view.rows(source.tile) * format::kRowBytes;
+    if constexpr (Traits::kHasScales)
+      scale_row_ =
+          static_cast<int>(params_.values.first_row(source.tile)) + Traits::TileFormat::bitmap_rows(Traits::kHeadDim);
   }
 
   // Fills a stage. Always commits a group, so that groups count stages.
   CUTE_DEVICE void fetch(int into) {
     int lane = number_ % 32, tile = __shfl_sync(~0u, tile_, lane), bytes = __shfl_sync(~0u, bytes_, lane);
     auto from = __shfl_sync(~0u, reinterpret_cast<unsigned long long>(from_), lane);
+    [[maybe_unused]] int scale_row = Traits::kHasScales ? __shfl_sync(~0u, scale_row_, lane) : 0;
     Stage stage = stage_at(into);
     int thread = 32 * worker_.part + ptx::lane_index();
     if (bytes > 0)
@@ -89,6 +94,12 @@ class WorkerPipeline {
       if (!is_value) copy_order(stage.token_order, params_.keys);
       if (is_value && params_.zero_masked) copy_order(stage.token_order, params_.values);
       if (!is_value && params_.separate_orders) copy_order(stage.value_order, params_.values);
+      if constexpr (Traits::kHasScales) {
+        static_assert(format::kRowBytes == 2 * kOrderBytes);
+        auto const* row = reinterpret_cast<uint8_t const*>(params_.values.blocks + int64_t{scale_row} * format::kLanes);
+        if (!is_value) pipeline::copy_order_async(stage.value_scales, row, thread);
+        if (!is_value) pipeline::copy_order_async(stage.value_scales + kOrderBytes, row + kOrderBytes, thread);
+      }
     }
     if (++number_ % 32 == 0) look_up();
     cute::cp_async_fence();

@@ -6,13 +6,14 @@
 
 namespace cute_kernels::attention::sm90 {
 
-template <int kHeadDim>
+template <int kHeadDim, class Codecs>
 pipeline::KernelLimits limits(format::CodecId codec, int n) {
-  return visit_traits<kHeadDim>(codec, n, [](auto traits) {
+  return visit_traits<kHeadDim, Codecs, max_rows(kHeadDim)>(codec, n, [](auto traits) {
     using T = decltype(traits);
     pipeline::KernelLimits limits{};
     limits.max_workers = Storage<T>::kMaxWorkers;
     limits.worker_warps = T::kWorkerWarps;
+    limits.rows_behind = T::Keys::Decoder::kRowsBehind;
     limits.min_stages = 2;
     limits.max_stages = pipeline::kMaxStages;
     limits.min_block_bytes = sizeof(typename T::Partial);  // the stages, no fewer than workers, take their partials
@@ -24,13 +25,14 @@ pipeline::KernelLimits limits(format::CodecId codec, int n) {
   });
 }
 
-template <int kHeadDim>
+template <int kHeadDim, class Codecs>
 void launch(Params const& params, pipeline::Config const& config, cudaStream_t stream) {
-  visit_traits<kHeadDim>(params.keys.codec, config.n, [&](auto traits) {
+  visit_traits<kHeadDim, Codecs, max_rows(kHeadDim)>(params.keys.codec, config.n, [&](auto traits) {
     using T = decltype(traits);
-    auto* kernel = params.uniform           ? attention_kernel<UniformTraits<T>>
-                   : params.separate_orders ? attention_kernel<T>
-                                            : attention_kernel<SharedOrderTraits<T>>;
+    auto* kernel = params.uniform ? attention_kernel<UniformTraits<T>> : attention_kernel<T>;
+    if constexpr (!mma::kAreNarrow<Codecs>) {  // which have fewer kernels
+      if (!params.uniform && !params.separate_orders) kernel = attention_kernel<SharedOrderTraits<T>>;
+    }
     RingParams ring_params = pipeline::ring_params(params, params.stages, config);
     if (!params.schedule.variable_length && !params.keys.pages.table)
       ring_params.prefetch_row_offsets = pipeline::row_offset_prefetch(params.keys, config);
@@ -42,9 +44,9 @@ void launch(Params const& params, pipeline::Config const& config, cudaStream_t s
   });
 }
 
-template <int kHeadDim>
+template <int kHeadDim, class Codecs>
 Launcher<Params> launcher() {
-  return {limits<kHeadDim>, launch<kHeadDim>};
+  return {max_rows(kHeadDim), limits<kHeadDim, Codecs>, launch<kHeadDim, Codecs>};
 }
 
 }  // namespace cute_kernels::attention::sm90

@@ -24,6 +24,7 @@ struct TileLoad {
   bool is_value = false;
   int rows = 0;                 // of a compressed tile's block; tokens of the window
   int tile = 0, first_row = 0;  // of a compressed tile
+  int scale_row = 0;            // of its values' scales, which come with its keys
   int64_t window_elements = 0;  // from the window's start
 
   TileLoad() = default;
@@ -50,6 +51,10 @@ struct TileLoad {
     tile = static_cast<int>(stage_source.tile);
     first_row = static_cast<int>(view.first_row(tile));
     rows = view.rows(tile);
+    if constexpr (Traits::kHasScales) {
+      if (!is_value)
+        scale_row = static_cast<int>(params.values.first_row(tile)) + Traits::TileFormat::bitmap_rows(Traits::kHeadDim);
+    }
   }
 
   template <class Barrier>
@@ -68,9 +73,13 @@ struct TileLoad {
     bool token_order = !is_value || (!Traits::kUniform && params.zero_masked);
     bool value_order = Traits::kSeparateOrders && !is_value && params.separate_orders;
     int bytes = rows * format::kRowBytes;
-    full.arrive_and_expect_tx(bytes + (token_order + value_order) * kOrderBytes);
+    int scale_bytes = Traits::kHasScales && !is_value ? format::kRowBytes : 0;
+    full.arrive_and_expect_tx(bytes + scale_bytes + (token_order + value_order) * kOrderBytes);
     format::SparseView const& view = is_value ? params.values : params.keys;
     ptx::bulk_copy(stage.block, view.blocks + int64_t{first_row} * format::kLanes, bytes, &full, policy);
+    if (scale_bytes)
+      ptx::bulk_copy(stage.value_scales, params.values.blocks + int64_t{scale_row} * format::kLanes, scale_bytes, &full,
+                     policy);
     int64_t order = int64_t{tile} * kOrderBytes;
     if (token_order) ptx::bulk_copy(stage.token_order, view.token_order + order, kOrderBytes, &full, policy);
     if (value_order) ptx::bulk_copy(stage.value_order, params.values.token_order + order, kOrderBytes, &full, policy);

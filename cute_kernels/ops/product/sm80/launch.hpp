@@ -7,13 +7,19 @@
 
 namespace cute_kernels::product::sm80 {
 
+// Narrow codecs have fewer kernels: more rows take more passes.
+template <class Codecs>
+inline constexpr int kMaxRows = mma::kAreNarrow<Codecs> ? 8 : 16;
+
 // Calls f with the traits of a (codec, N).
-template <format::Role kRole, int kHeadDim, class F>
+template <format::Role kRole, int kHeadDim, class Codecs, class F>
 auto visit_traits(format::CodecId codec, int n, F&& f) {
-  return mma::visit_stored_operand(codec, [&](auto stored) {
+  return mma::visit_stored_operand<Codecs>(codec, [&](auto stored) {
     using Stored = decltype(stored);
-    return n == 8 ? f(mma::WarpTraits<kRole, Stored, kHeadDim, 8>{})
-                  : f(mma::WarpTraits<kRole, Stored, kHeadDim, 16>{});
+    if constexpr (kMaxRows<Codecs> == 16) {
+      if (n == 16) return f(mma::WarpTraits<kRole, Stored, kHeadDim, 16>{});
+    }
+    return f(mma::WarpTraits<kRole, Stored, kHeadDim, 8>{});
   });
 }
 
@@ -23,6 +29,7 @@ pipeline::KernelLimits limits(int result_bytes, bool reduces) {
   pipeline::KernelLimits limits{};
   limits.max_workers = Traits::kMaxWarps;
   limits.worker_warps = 1;
+  limits.rows_behind = Traits::Decoder::kRowsBehind;
   limits.min_stages = pipeline::kMinCpAsyncStages;
   limits.max_stages = pipeline::kMaxCpAsyncStages;
   limits.min_block_bytes = result_bytes;

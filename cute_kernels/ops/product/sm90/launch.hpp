@@ -8,15 +8,21 @@
 
 namespace cute_kernels::product::sm90 {
 
+// Narrow codecs have fewer kernels: more rows take more passes.
+template <class Codecs>
+inline constexpr int kMaxRows = mma::kAreNarrow<Codecs> ? 8 : 64;
+
 // Calls f with the traits of a (codec, N): a warp multiplies up to 16 rows with mma.sync, a warpgroup more with WGMMA.
-template <format::Role kRole, int kHeadDim, class F>
+template <format::Role kRole, int kHeadDim, class Codecs, class F>
 auto visit_traits(format::CodecId codec, int n, F&& f) {
-  return mma::visit_stored_operand(codec, [&](auto stored) {
+  return mma::visit_stored_operand<Codecs>(codec, [&](auto stored) {
     using Stored = decltype(stored);
-    if (n == 8) return f(mma::WarpTraits<kRole, Stored, kHeadDim, 8>{});
-    if (n == 32) return f(mma::WarpgroupTraits<kRole, Stored, kHeadDim, 32>{});
-    if (n == 64) return f(mma::WarpgroupTraits<kRole, Stored, kHeadDim, 64>{});
-    return f(mma::WarpTraits<kRole, Stored, kHeadDim, 16>{});
+    if constexpr (kMaxRows<Codecs> == 64) {
+      if (n == 16) return f(mma::WarpTraits<kRole, Stored, kHeadDim, 16>{});
+      if (n == 32) return f(mma::WarpgroupTraits<kRole, Stored, kHeadDim, 32>{});
+      if (n == 64) return f(mma::WarpgroupTraits<kRole, Stored, kHeadDim, 64>{});
+    }
+    return f(mma::WarpTraits<kRole, Stored, kHeadDim, 8>{});
   });
 }
 
@@ -30,6 +36,7 @@ pipeline::KernelLimits warp_limits(int result_bytes, bool reduces) {
   pipeline::KernelLimits limits{};
   limits.max_workers = kMaxWarpgroups<Traits> * kWarpgroupWarps;
   limits.worker_warps = 1;
+  limits.rows_behind = Traits::Decoder::kRowsBehind;
   limits.min_stages = 2;
   limits.max_stages = pipeline::kMaxStages;
   limits.min_block_bytes = result_bytes;

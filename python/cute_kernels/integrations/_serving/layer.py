@@ -39,7 +39,7 @@ class SparseKVLayer:
     def forward(self, step: Step, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, output: Tensor) -> None:
         """query, output (tokens, Hq, D); key, value (tokens, Hkv, D), any strides but 1 in the last dimension.
         kv_cache: bytes (blocks, Hkv, 1, bytes of a slot), contiguous. Output is written for the step's tokens alone."""
-        pool = self._pool_of(kv_cache)
+        pool = self.bind(kv_cache)
         for prompt in step.prompts:
             tokens = slice(prompt.first, prompt.last)
             if step.chooses_orders and prompt is step.prompts[0]:
@@ -53,14 +53,20 @@ class SparseKVLayer:
         queries, keys, values = (_heads_first(x) for x in (q, k, v))
         result, lse = dense.attend(queries, keys, values, self.scale)
         if prompt.compressed + prompt.window:
-            row = torch.full((1,), prompt.request, dtype=torch.int32, device=q.device)
-            options = {"scale": self.scale, "causal": False, "return_lse": True}
+            both = queries.new_empty(2, *queries.shape)
+            both[0].copy_(result)
+            options = {"scale": self.scale, "causal": False, "return_lse": True, "out": both[1]}
             expected = prompt.compressed, prompt.compressed
-            past = paged.attend(queries, pool, self._windows, self._lengths, row, expected=expected, **options)
-            result, _ = ck.merge_states([result.contiguous(), past[0]], [lse.contiguous(), past[1]])
+            windows = self._windows if prompt.window else None
+            past = paged.attend(queries, pool, windows, self._lengths, prompt.row, expected=expected, **options)
+            result, _ = ck.merge_states(both, torch.stack([lse, past[1]]))
         out.copy_(result[0].transpose(0, 1))
+        new = prompt.last - prompt.first
+        if new <= paged.TILE_TOKENS and prompt.window + new <= self.config.window_capacity:
+            paged.append(pool, self._windows, self._lengths, keys, values, prompt.row)  # one kernel
+            return
         state = {"sequence": prompt.request, "compressed": prompt.compressed, "window": prompt.window}
-        paged.extend(pool, self._windows, self._lengths, keys, values, **state)
+        paged.extend(pool, self._windows, None, keys, values, **state)  # lengths come with every step
 
     def _attend_decodes(self, pool: paged.Pool, step: Step, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         if step.decode_tokens is None:
@@ -82,7 +88,7 @@ class SparseKVLayer:
         else:
             out.index_copy_(0, step.decode_tokens, result)
 
-    def _pool_of(self, kv_cache: Tensor) -> paged.Pool:
+    def bind(self, kv_cache: Tensor) -> paged.Pool:
         """The engine's blocks as pages. Rows and orders of tiles are beside them, 72 bytes a tile of one head."""
         place = kv_cache.data_ptr(), kv_cache.shape
         if self._bound == place:

@@ -20,6 +20,8 @@ from cute_kernels.paged import TILE_TOKENS as BLOCK_TOKENS
 if TYPE_CHECKING:
     from cute_kernels.integrations._serving.layer import SparseKVLayer
 
+UNKNOWN_LENGTHS = (0, 0)  # for `Step.expected`
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -75,6 +77,7 @@ class Prompt:
     """Several new tokens of one request."""
 
     request: int  # its row of the request table
+    row: Tensor  # the same, int32 (1,) on the device
     first: int  # of its tokens in the step
     last: int
     compressed: int  # tokens before them, in pages
@@ -131,17 +134,16 @@ class Steps:
         """
         chooses = not self._requests.stored
         rows = self._requests.step(request, query_starts, ends, begins)
-        self._send(rows, block_table[: len(request)])
-        return self._described(rows, padding, chooses)
+        return self._described(rows, self._send(rows, block_table[: len(request)]), padding, chooses)
 
     def padding(self, count: int) -> Step:
         """A step of padding alone, which changes nothing: to capture a graph."""
         self._rows[0].fill_(-1)
         self._rows[1].fill_(self._most)
-        return self._described(Rows(*[np.zeros(0, dtype=np.int64)] * 5), count, chooses=False)
+        return self._described(Rows(*[np.zeros(0, dtype=np.int64)] * 5), self._rows[0, :0], count, chooses=False)
 
-    def _send(self, rows: Rows, block_table: Tensor) -> None:
-        """The step's rows, their pages and lengths, to the device; nothing waits for it."""
+    def _send(self, rows: Rows, block_table: Tensor) -> Tensor:
+        """The step's rows, their pages and lengths, to the device; nothing waits for it. Returns rows.request there."""
         count, decodes = len(rows.request), rows.request[rows.is_decode]
         numbers = np.empty((5, max(self._most, count)), dtype=np.int32)
         numbers[0], numbers[1] = -1, self._most
@@ -156,8 +158,10 @@ class Steps:
         self._page_table[:, :pages].index_copy_(0, index, block_table[:, :pages].to(torch.int32))
         values = sent[3:, None, :count].expand(2, self._lengths.shape[1], count)
         self._lengths.index_copy_(2, index, values)
+        return sent[2, :count]
 
-    def _described(self, rows: Rows, padding: int, chooses: bool) -> Step:
+    def _described(self, rows: Rows, numbers: Tensor, padding: int, chooses: bool) -> Step:
+        """numbers: rows.request on the device."""
         is_decode = rows.is_decode
         decodes = int(is_decode.sum())
         if decodes < len(rows.request):
@@ -168,8 +172,10 @@ class Steps:
             tokens = torch.from_numpy(where).to(self._device, non_blocking=True)
         start = rows.start[is_decode]
         prompts = tuple(
-            Prompt(int(request), int(first), int(first + new), int(start), int(held))
-            for request, first, new, start, held in zip(rows.request, rows.first, rows.new, rows.start, rows.held)
+            Prompt(int(request), numbers[i : i + 1], int(first), int(first + new), int(start), int(held))
+            for i, (request, first, new, start, held) in enumerate(
+                zip(rows.request, rows.first, rows.new, rows.start, rows.held)
+            )
             if new > 1
         )
         count = decodes + padding

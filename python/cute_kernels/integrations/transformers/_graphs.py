@@ -189,6 +189,7 @@ class StepGraphs:
         except Exception as error:
             self._refused = f"the capture failed with {type(error).__name__}: {error}"
             self._warn(self._refused)
+            _release_generator(step.inputs[_IDS].device)
         finally:  # a capture runs nothing
             for layer in layers:
                 layer.seen = seen
@@ -230,3 +231,12 @@ class StepGraphs:
         if why not in self._warned:
             self._warned.add(why)
             warnings.warn(f"SparseKVCache runs decoding steps without CUDA graphs: {why}", stacklevel=4)
+
+
+def _release_generator(device: torch.device) -> None:
+    """After a capture that failed torch's generator still counts as captured, and the next random number would raise.
+
+    A capture that ends well releases it.
+    """
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+        torch.zeros(1, device=device)

@@ -329,7 +329,6 @@ class SparseLayer(CacheLayerMixin):
         if self.settings.mesh is None:
             self.kv = KVCache(kv_heads=kv_heads, max_append=1, **options)
         else:
-            options = {name: value for name, value in options.items() if not name.endswith("codec")}  # are dtype's own
             heads = kv_heads * self.settings.heads_size
             self.kv = ShardedKVCache(group=self.settings.mesh, kv_heads=heads, **options)
         return self.kv

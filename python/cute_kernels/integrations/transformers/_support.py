@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from cute_kernels._cache import tile_rules
-from cute_kernels._cache.config import stored_codec
 from cute_kernels._runtime import checks
 from cute_kernels._runtime.backends import check_name, resolve
 from cute_kernels._runtime.extension import _C
 from cute_kernels._runtime.launching import compression_kernels
+from cute_kernels._storage.checks import chosen_codec
 from cute_kernels.distributed.ranks import HEADS, Ranks
 from cute_kernels.rules import Magnitude
 
@@ -222,7 +222,7 @@ def check_codecs(codecs: Mapping[str, Any], dtype: torch.dtype | None) -> None:
         errors = []
         for possible in dtypes:
             try:
-                stored_codec(codec, name, possible)
+                chosen_codec(codec, name, possible)
             except ValueError as error:
                 errors.append(error)
         if len(errors) == len(dtypes):

@@ -6,12 +6,12 @@ that were not tested are refused.
 
 from __future__ import annotations
 
-from copy import deepcopy
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from torch import Tensor, nn
 from transformers import AttentionInterface, ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
@@ -26,22 +26,10 @@ from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPP
 from cute_kernels import paged
 from cute_kernels._runtime import checks
 from cute_kernels.integrations._serving.layer import SparseKVLayer
-from cute_kernels.integrations._serving.step import BLOCK_TOKENS, Step, Steps
-from cute_kernels.integrations.transformers import _support
+from cute_kernels.integrations._serving.step import BLOCK_TOKENS, UNKNOWN_LENGTHS, Step, Steps
+from cute_kernels.integrations.transformers import _batching_options, _support
 
 ATTENTION = "paged|sparse_kv"
-OLDEST, NEWEST = (5, 16), (5, 17)  # both are tested
-_BATCH_TOKENS = 2048
-
-
-def check_version() -> None:
-    """ImportError for a Transformers whose continuous batching is another one."""
-    found = tuple(int(part) for part in transformers.__version__.split(".")[:2])
-    if not OLDEST <= found <= NEWEST:
-        served = " to ".join(".".join(map(str, version)) for version in (OLDEST, NEWEST))
-        raise ImportError(
-            f"continuous batching on compressed pages serves Transformers {served}, found {transformers.__version__}"
-        )
 
 
 class SparsePagedCache(PagedAttentionCache):
@@ -52,9 +40,18 @@ class SparsePagedCache(PagedAttentionCache):
     """
 
     def __init__(
-        self, model: PreTrainedModel, config: paged.PageConfig, layers: int, *, blocks: int, requests: int, tokens: int
+        self,
+        model: PreTrainedModel,
+        config: paged.PageConfig,
+        layers: int,
+        *,
+        blocks: int,
+        requests: int,
+        tokens: int,
+        graphs: bool,
     ) -> None:
-        """blocks: of 64 tokens, for all layers. requests: at most, under way. tokens: new ones of a step."""
+        """blocks: of 64 tokens, for all layers. requests: at most, under way. tokens: new ones of a step. graphs: steps
+        of decoding alone are captured."""
         text = model.config.get_text_config()
         self.config, self.dtype, self.device = text, model.dtype, model.device
         self.num_key_value_heads, self.head_dim = config.kv_heads, config.head_dim
@@ -62,7 +59,8 @@ class SparsePagedCache(PagedAttentionCache):
         self.num_pages = blocks * BLOCK_TOKENS
         self.num_groups = self.num_full_attention_groups = 1
         self.num_sliding_attention_groups = self.max_sliding_window_blocks_per_request = 0
-        self.max_blocks_per_request = 0  # steps are not told by block tables, which are for flash attention
+        # Transformers captures steps with a block table, which is for flash attention: our own is beside it.
+        self.max_blocks_per_request = blocks if graphs else 0
         self.read_trash_index = self.write_trash_index = self.sentinel_index = 0  # of dense pages, which there are not
         self.allow_block_sharing = self.use_prefix_sharing = True
         self.group_cache_managers = [FullAttentionCacheAllocator(0, BLOCK_TOKENS, allow_block_sharing=True)]
@@ -73,6 +71,8 @@ class SparsePagedCache(PagedAttentionCache):
         self.value_cache: list[Tensor] = []  # behind the keys of the same slot
         self.layers = [SparseKVLayer(config, 0.0, requests + 1, self.device) for _ in range(layers)]
         self._steps = Steps(self.layers, requests, blocks * BLOCK_TOKENS, self.device)
+        for layer, memory in zip(self.layers, self.key_cache):
+            layer.bind(memory)  # not in a capture, whose memory is the graph's
         self._free = list(range(requests))
         self._rows: dict[str, int] = {}  # of requests under way
         self._begun: set[str] = set()
@@ -114,27 +114,43 @@ class SparsePagedCache(PagedAttentionCache):
         write_index: list[list[int]],
     ) -> None:
         """One more request of the next step, in the order of the batch. No index is written: pages have a table."""
-        if self._step is not None:
-            self._batch, self._step = [], None
         self._batch.append((request_id, past_length, query_length))
 
+    def fill_block_table(self, request_id: str, past_length: int, query_length: int, block_table: Tensor) -> None:
+        """The same, of a step of decoding alone."""
+        self._batch.append((request_id, past_length, query_length))
+
+    def begin_step(self, padding: int, captured: bool) -> None:
+        """Describes the step of the requests that were named, or of padding alone, to the layers.
+
+        padding: rows behind those. captured: a graph replays it, also for requests of other lengths.
+        """
+        batch, self._batch = self._batch, []
+        if not batch:
+            self._step = self._steps.padding(padding)
+            return
+        ids, past, new = zip(*batch)
+        table = self.group_cache_managers[0].block_table
+        blocks = np.zeros((len(ids), max(len(table[each]) for each in ids)), dtype=np.int32)
+        for i, request_id in enumerate(ids):
+            blocks[i, : len(table[request_id])] = table[request_id]
+        counts = np.array(new)
+        step = self._steps.step(
+            np.array([self._rows[each] for each in ids]),
+            np.concatenate([[0], counts.cumsum()]),
+            np.array(past) + counts,
+            np.array([each not in self._begun for each in ids]),
+            torch.from_numpy(blocks).to(self.device),
+            padding,
+        )
+        self._step = replace(step, expected=UNKNOWN_LENGTHS) if captured else step
+        self._begun.update(ids)
+
+    @property
     def step(self) -> Step:
-        """The step that runs, described when its first layer asks."""
+        """The step that runs."""
         if self._step is None:
-            ids, past, new = zip(*self._batch)
-            table = self.group_cache_managers[0].block_table
-            blocks = torch.zeros(len(ids), max(len(table[each]) for each in ids), dtype=torch.int32)
-            for i, request_id in enumerate(ids):
-                blocks[i, : len(table[request_id])] = torch.tensor(table[request_id], dtype=torch.int32)
-            counts = np.array(new)
-            self._step = self._steps.step(
-                np.array([self._rows[each] for each in ids]),
-                np.concatenate([[0], counts.cumsum()]),
-                np.array(past) + counts,
-                np.array([each not in self._begun for each in ids]),
-                blocks.to(self.device),
-            )
-            self._begun.update(ids)
+            raise RuntimeError("no step has begun")
         return self._step
 
     def copy_cache(self, list_source_blocks: list[int], list_forked_blocks: list[int]) -> None:
@@ -167,11 +183,42 @@ def attend(
     layer.scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     tokens_first = [x[0].transpose(0, 1) for x in (query, key, value)]
     out = torch.zeros(tokens_first[0].shape, dtype=query.dtype, device=query.device)
-    layer.forward(cache.step(), *tokens_first, cache.key_cache[index], out)
+    layer.forward(cache.step, *tokens_first, cache.key_cache[index], out)
     return out[None], None
 
 
 AttentionInterface.register(ATTENTION, attend)
+
+
+class SparseBatchProcessor(ContinuousBatchProcessor):
+    """Describes each step before the model runs: replays of a graph ask nothing."""
+
+    cache: SparsePagedCache
+
+    def _generation_step(self, model: nn.Module) -> None:
+        batch = self.inputs_and_outputs
+        captures = batch.use_block_table
+        self._begin(batch.num_q_tokens - batch.num_request_in_batch if captures else 0, captures)
+        super()._generation_step(model)
+
+    @torch.no_grad()
+    def warmup(self, model: nn.Module) -> None:
+        """Captures a graph for every number of rows, of padding alone."""
+        batch, rows = self.inputs_and_outputs, 1
+        while self.model_runner.use_cuda_graph_decode:
+            batch.num_q_tokens, batch.max_kv_read, batch.num_request_in_batch = rows, 0, 0
+            batch.use_block_table = True
+            self._begin(rows, True)
+            self.model_runner.compute_batch(model, batch.get_model_kwargs(use_padding=True))
+            if rows == batch.max_requests_per_batch:
+                break
+            rows = min(2 * rows, batch.max_requests_per_batch)
+        self.inputs_and_outputs.reset()
+
+    def _begin(self, padding: int, captured: bool) -> None:
+        stream = self.inputs_and_outputs.compute_stream
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
+            self.cache.begin_step(padding, captured)
 
 
 class SparseKVBatching(ContinuousBatchingManager):
@@ -185,8 +232,10 @@ class SparseKVBatching(ContinuousBatchingManager):
     sparsity, keep, key_keep, value_keep, window: as for `KVCache`.
     memory: bytes for blocks and windows of all layers. requests: at most, under way.
     generation_config: as for Transformers' own manager; num_return_sequences must be 1.
-    batching: Transformers' options; those for block size, memory, CUDA graphs, compilation, asynchronous batching and
-        offloading are not for this cache, and refused.
+    batching: Transformers' options; those for block size, memory, compilation, asynchronous batching and offloading are
+        not for this cache, and refused. use_cuda_graph: whether steps of decoding alone are replays of graphs, by
+        default on GPUs; a graph is captured where a number of rows, rounded up to a power of two, is new, or for all of
+        them by `warmup()`.
 
     Methods are those of Transformers' manager. Raises TypeError or ValueError for arguments or a model that are not
     served; ImportError for another Transformers.
@@ -206,7 +255,7 @@ class SparseKVBatching(ContinuousBatchingManager):
         generation_config: GenerationConfig | None = None,
         batching: ContinuousBatchingConfig | None = None,
     ) -> None:
-        check_version()
+        _batching_options.check_version()
         if not isinstance(model, PreTrainedModel):
             raise TypeError(f"model must be a Transformers model, got {type(model).__name__}")
         text = _support.decoder_config(model)
@@ -215,13 +264,13 @@ class SparseKVBatching(ContinuousBatchingManager):
             raise ValueError(f"model must compute in float16 or bfloat16, got {checks.dtype_name(model.dtype)}")
         sizes = {"sparsity": sparsity, "keep": keep, "key_keep": key_keep, "value_keep": value_keep, "window": window}
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-        self._sizes = paged.configure(kv_heads=heads, head_dim=head_dim, dtype=model.dtype, max_append=1, **sizes)
+        self._config = paged.configure(kv_heads=heads, head_dim=head_dim, dtype=model.dtype, max_append=1, **sizes)
         self._most = checks.integer(requests, "requests")
         if self._most < 1:
             raise ValueError(f"requests must be at least 1, got {requests}")
         if getattr(model, "_device_mesh", None) is not None:
             raise ValueError("model must be on one device, this one has a device mesh")
-        fixed, block = memory_parts(self._sizes, layers, self._most)
+        fixed, block = memory_parts(self._config, layers, self._most)
         self._blocks = (checks.integer(memory, "memory") - fixed) // block
         if self._blocks < 1:
             raise ValueError(
@@ -231,16 +280,30 @@ class SparseKVBatching(ContinuousBatchingManager):
         chosen = GenerationConfig() if generation_config is None else generation_config
         if (chosen.num_return_sequences or 1) != 1:
             raise ValueError(f"num_return_sequences must be 1, got {chosen.num_return_sequences}")
-        super().__init__(model, chosen, _options(batching, self._blocks, self._most))
+        super().__init__(model, chosen, _batching_options.resolved(batching, self._blocks, self._most, model.device))
 
     def switch_to_cb_friendly_attn(self, model: Any) -> None:
-        """Nothing: the model attends as before until `start`."""
+        """Nothing: the model attends as before until `start` or `warmup`."""
+
+    def warmup(self) -> None:
+        self._switch()
+        super().warmup()
 
     def start(self) -> None:
         if not self.is_running():
-            self._original_attn_impl = self.model.config._attn_implementation  # which `stop` gives back
-            self.model.set_attn_implementation(ATTENTION)
+            self._switch()
         super().start()
+
+    def _switch(self) -> None:
+        now = self.model.config._attn_implementation
+        if now != ATTENTION:
+            self._original_attn_impl = now  # which `stop` gives back
+            self.model.set_attn_implementation(ATTENTION)
+
+    @property
+    def page_config(self) -> paged.PageConfig:
+        """Of a layer."""
+        return self._config
 
     @property
     def memory(self) -> int:
@@ -254,8 +317,15 @@ class SparseKVBatching(ContinuousBatchingManager):
             processor.reset()
             return processor
         options, text = self.continuous_batching_config, self.model.config.get_text_config()
-        sizes = {"blocks": self._blocks, "requests": self._most, "tokens": options.max_batch_tokens}
-        cache = SparsePagedCache(self.model, self._sizes, text.num_hidden_layers, **sizes)
+        cache = SparsePagedCache(
+            self.model,
+            self._config,
+            text.num_hidden_layers,
+            blocks=self._blocks,
+            requests=self._most,
+            tokens=options.max_batch_tokens,
+            graphs=any(options.cuda_graph_booleans),
+        )
         self._use_prefix_sharing = True
         update_cb_config_after_cache_creation(options, self._blocks, cache.max_batch_tokens, True)
         scheduler = SCHEDULER_MAPPING[options.scheduler_type](
@@ -263,7 +333,7 @@ class SparseKVBatching(ContinuousBatchingManager):
             safety_margin=options.safety_margin,
             max_requests_per_batch=options.max_requests_per_batch,
         )
-        return ContinuousBatchProcessor(
+        return SparseBatchProcessor(
             cache=cache,
             config=text,
             generation_config=self.generation_config,
@@ -286,39 +356,3 @@ class SparseKVBatching(ContinuousBatchingManager):
     def __exit__(self, *_: object) -> None:
         self.stop(block=True)
         self.destroy()
-
-
-# Of Transformers' options, those that this cache decides: what it sets, and what else may be passed.
-_OWN = {
-    "block_size": (BLOCK_TOKENS, ContinuousBatchingConfig().block_size),
-    "num_blocks": (None, None),
-    "max_memory_percent": (None, None),
-    "max_requests_per_batch": (None, None),
-    "max_blocks_per_request": (0, None),
-    "use_cuda_graph": (False, None),
-    "use_async_batching": (False, None),
-    "varlen_compile_config": (None, None),
-    "decode_compile_config": (None, None),
-    "default_compile_level": (0, 0),
-    "cpu_offload_space": (0.0, ContinuousBatchingConfig().cpu_offload_space),
-}
-
-
-def _options(given: Any, blocks: int, requests: int) -> ContinuousBatchingConfig:
-    """Transformers' options as this cache needs them; ValueError names one that it cannot serve."""
-    if given is not None and not isinstance(given, ContinuousBatchingConfig):
-        raise TypeError(f"batching must be a ContinuousBatchingConfig, got {type(given).__name__}")
-    options = ContinuousBatchingConfig() if given is None else deepcopy(given)
-    for name, (own, default) in _OWN.items():
-        value = getattr(options, name)
-        if value not in (own, default):
-            raise ValueError(f"batching.{name} is not for compressed pages: leave it at {default}, got {value}")
-        setattr(options, name, own)
-    options.num_blocks, options.max_requests_per_batch = blocks, requests
-    if options.max_batch_tokens is None:
-        options.max_batch_tokens = _BATCH_TOKENS
-    if options.scheduler_type not in SCHEDULER_MAPPING:
-        raise ValueError(
-            f"batching.scheduler_type must be one of {', '.join(SCHEDULER_MAPPING)}, got {options.scheduler_type}"
-        )
-    return options

@@ -1,0 +1,1 @@
+"""A load of requests through a serving engine: `python -m profiling.serving_load`."""
