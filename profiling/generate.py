@@ -72,7 +72,19 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--prompt-chunk",
         type=positive_integer,
         metavar="N",
-        help="tokens of a prompt that a pass takes, for sides with a loop of our own (default: all)",
+        help="tokens of a prompt that a pass takes (default: all)",
+    )
+    add(
+        "--turn",
+        type=positive_integer,
+        metavar="N",
+        help="tokens of a second prompt, which follows the first in the same cache: times count from it on",
+    )
+    add(
+        "--lookup",
+        type=positive_integer,
+        metavar="N",
+        help="prompt lookup proposes so many tokens for a step, of prompts that repeat themselves; batch 1",
     )
     add("--new", type=_at_least_3, metavar="N", help=f"new tokens of each sequence (default: {NEW_TOKENS})")
     add("--batch", type=_batches, metavar="LIST", help=f"sequences, or max (default: {BATCHES}; without a GPU 1,2)")
@@ -160,8 +172,11 @@ def _complete(args: argparse.Namespace, parser: argparse.ArgumentParser) -> argp
     args.batch = args.batch or _batches(QUICK["batch"] if small else BATCHES)
     if "max" in args.batch and on_cpu:
         parser.error("--batch max needs a GPU: a CPU's memory is the system's")
-    if args.prompt_chunk and not all(_loops(side) for side in args.side or ("",)):
-        parser.error("--prompt-chunk goes with --side sparse-loop-graph, static-graph and flashinfer-graph")
+    for option, value in (("--turn", args.turn), ("--lookup", args.lookup)):
+        if value and (loops := [side for side in args.side or () if _loops(side)]):
+            parser.error(f"{option} goes without --side {' '.join(loops)}, whose loop is ours")
+    if args.lookup and args.batch != [1]:
+        parser.error("--lookup goes with --batch 1")
     if args.mesh and (alone := set(args.side or ()) & {"sparse-graph", "flashinfer-graph"}):
         parser.error(f"--mesh goes without --side {' '.join(sorted(alone))}, which are of one device")
     if on_cpu and any(side.endswith("-graph") for side in args.side or ()):
@@ -217,7 +232,7 @@ def _generate(args: argparse.Namespace, made: Any) -> int:
         if made is not None and mesh.HEADS in args.mesh:
             heads.spread(model, made[mesh.HEADS] if made.ndim > 1 else made)
         for side in sides:
-            side.check(model, args.prompt + args.new)
+            side.check(model, args.prompt + (args.turn or 0) + args.new)
     except (OSError, TypeError, ValueError, RuntimeError) as error:
         print(f"python -m profiling.generate: error: {error}", file=sys.stderr)
         return EXIT_MISSING
@@ -252,7 +267,17 @@ def _sides(args: argparse.Namespace, made: Any) -> list[Side]:
     for name in args.side:
         for sdpa in args.sdpa if name in ("dense", "static-graph") else args.sdpa[:1]:
             sides.append(
-                Side(name, args.sparsity, args.key_keep, args.value_keep, args.window, sdpa, made, args.prompt_chunk)
+                Side(
+                    name,
+                    args.sparsity,
+                    args.key_keep,
+                    args.value_keep,
+                    args.window,
+                    sdpa,
+                    made,
+                    args.prompt_chunk,
+                    args.lookup,
+                )
             )
     return sides
 
@@ -261,12 +286,13 @@ def _rows(args: argparse.Namespace, sides: Sequence[Side], model: Any, env: Any,
     """Smaller batches first: they tell how much memory a sequence takes. At a batch the sides take turns: what slows
     the host down for a while meets all of them. Each has a largest batch of its own."""
     peaks: dict[Side, dict[int, int]] = {side: {} for side in sides}
+    case = args.prompt, args.new, args.seed, args.turn or 0
     for batch in sorted(size for size in args.batch if size != "max"):
         results: dict[Side, list[measure.Result]] = {side: [] for side in sides}
         for repeat in range(1, args.repeats + 1):
             for side in sides:
                 progress.start(f"{side.name}, batch {batch}, {repeat} of {args.repeats}")
-                result = measure.run(model, side, batch, args.prompt, args.new, args.seed)
+                result = measure.run(model, side, batch, *case)
                 results[side].append(result)
                 if result.peak_bytes is not None:
                     peaks[side][batch] = result.peak_bytes
@@ -278,12 +304,12 @@ def _rows(args: argparse.Namespace, sides: Sequence[Side], model: Any, env: Any,
         progress.start(f"{side.name}, batch max, 1 of {args.repeats}")
         for probe in (1, 2):
             if len(peaks[side]) < 2 and probe not in peaks[side]:
-                peaks[side][probe] = measure.run(model, side, probe, args.prompt, args.new, args.seed).peak_bytes
-        batch, result = measure.run_largest(model, side, peaks[side], args.prompt, args.new, args.seed)
+                peaks[side][probe] = measure.run(model, side, probe, *case).peak_bytes
+        batch, result = measure.run_largest(model, side, peaks[side], *case)
         repeats = [result]
         for repeat in range(2, args.repeats + 1):
             progress.start(f"{side.name}, batch {batch}, {repeat} of {args.repeats}")
-            repeats.append(measure.run(model, side, batch, args.prompt, args.new, args.seed))
+            repeats.append(measure.run(model, side, batch, *case))
         row = _row(args, model, env, side, batch, True, repeats)
         progress.finish(rows.one_line(row))
         yield row
@@ -309,7 +335,7 @@ def _row(
         if side.sparsity is not None:
             kept = (max(1, int(head_dim * (1 - side.sparsity) + 1e-6)),) * 2
     name = str(args.model) if args.model is not None else f"{args.random_config}, random weights"
-    tokens = args.prompt + args.new - 1  # the last one is not fed back
+    tokens = args.prompt + (args.turn or 0) + args.new - 1  # the last one is not fed back
     return Row(
         model=name,
         parameters=models.parameters(model),
@@ -344,6 +370,9 @@ def _row(
         highest_tokens_per_s=max(speeds),
         isa=env.isa,
         mesh=mesh.spelled(args.mesh or {}),
+        turn=args.turn or 0,
+        chunk=args.prompt_chunk or 0,
+        lookup=args.lookup or 0,
     )
 
 
@@ -359,6 +388,8 @@ def _command(args: argparse.Namespace, side: Side, batch: str) -> str:
         "--prompt",
         args.prompt,
         *(["--prompt-chunk", args.prompt_chunk] if args.prompt_chunk else []),
+        *(["--turn", args.turn] if args.turn else []),
+        *(["--lookup", args.lookup] if args.lookup else []),
         "--new",
         args.new,
         "--batch",

@@ -40,10 +40,10 @@ Window make_window(uintptr_t keys, uintptr_t values, Strides const& key_strides,
   return window;
 }
 
-// Everything but the pointers that change from call to call: q, sequences, lengths, out and lse.
+// Everything but the pointers that change from call to call: q, sequences, lengths, query_starts, out and lse.
 Problem make_problem(SparseView const& keys, SparseView const& values, std::optional<Window> const& window,
                      QueryShape const& q_shape, Strides const& q_strides, float scale, bool causal, int num_splits,
-                     std::pair<int, int64_t> expected) {
+                     std::pair<int, int64_t> expected, int packed_tokens) {
   Problem problem{};
   problem.keys = keys;
   problem.values = values;
@@ -51,6 +51,7 @@ Problem make_problem(SparseView const& keys, SparseView const& values, std::opti
   problem.batch = q_shape[0];
   problem.q_heads = q_shape[1];
   problem.q_tokens = q_shape[2];
+  problem.packed.tokens = packed_tokens;
   copy_strides(q_strides, problem.q_strides);
   problem.scale = scale;
   problem.causal = causal;
@@ -59,29 +60,30 @@ Problem make_problem(SparseView const& keys, SparseView const& values, std::opti
   return problem;
 }
 
-Problem with_pointers(Problem problem, uintptr_t q, uintptr_t sequences, uintptr_t lengths, uintptr_t out,
-                      uintptr_t lse) {
+Problem with_pointers(Problem problem, uintptr_t q, uintptr_t sequences, uintptr_t lengths, uintptr_t query_starts,
+                      uintptr_t out, uintptr_t lse) {
   problem.q = to_pointer<void>(q);
   problem.sequences = to_pointer<int32_t>(sequences);
   problem.lengths = to_pointer<int32_t>(lengths);
+  problem.packed.starts = to_pointer<int32_t>(query_starts);
   problem.out = to_pointer<void>(out);
   problem.lse = to_pointer<float>(lse);
   return problem;
 }
 
-void cpu_attention(Problem const& problem, uintptr_t q, uintptr_t sequences, uintptr_t lengths, uintptr_t out,
-                   uintptr_t lse, int threads) {
-  Problem const call = with_pointers(problem, q, sequences, lengths, out, lse);
+void cpu_attention(Problem const& problem, uintptr_t q, uintptr_t sequences, uintptr_t lengths, uintptr_t query_starts,
+                   uintptr_t out, uintptr_t lse, int threads) {
+  Problem const call = with_pointers(problem, q, sequences, lengths, query_starts, out, lse);
   py::gil_scoped_release unlocked;
   cpu::sparse_attention(call, threads);
 }
 
 #if CUTE_KERNELS_CUDA
-void cuda_attention(Problem const& problem, uintptr_t q, uintptr_t sequences, uintptr_t lengths, uintptr_t out,
-                    uintptr_t lse, py::object const& new_empty, std::string const& backend, int stages_ahead,
-                    uintptr_t stream) {
+void cuda_attention(Problem const& problem, uintptr_t q, uintptr_t sequences, uintptr_t lengths, uintptr_t query_starts,
+                    uintptr_t out, uintptr_t lse, py::object const& new_empty, std::string const& backend,
+                    int stages_ahead, uintptr_t stream) {
   Scratch scratch(new_empty);
-  dispatch::run(with_pointers(problem, q, sequences, lengths, out, lse), std::ref(scratch), backend,
+  dispatch::run(with_pointers(problem, q, sequences, lengths, query_starts, out, lse), std::ref(scratch), backend,
                 make_tuning(stages_ahead), to_pointer<CUstream_st>(stream));
 }
 
@@ -147,15 +149,15 @@ void bind_attention(py::module_& m) {
   py::class_<Problem>(m, "AttentionProblem",
                       "What calls of attention have in common: caches, window, how queries lie, options; owns nothing")
       .def(py::init(&make_problem), "keys"_a, "values"_a, "window"_a.none(true), "q_shape"_a, "q_strides"_a, "scale"_a,
-           "causal"_a, "num_splits"_a, "expected"_a);
+           "causal"_a, "num_splits"_a, "expected"_a, "packed_tokens"_a);
 
   m.attr("cpu").cast<py::module_>().def("attention", &cpu_attention, "problem"_a, "q"_a, "sequences"_a, "lengths"_a,
-                                        "out"_a, "lse"_a, "threads"_a);
+                                        "query_starts"_a, "out"_a, "lse"_a, "threads"_a);
 
 #if CUTE_KERNELS_CUDA
   auto cuda = m.attr("cuda").cast<py::module_>();
-  cuda.def("attention", &cuda_attention, "problem"_a, "q"_a, "sequences"_a, "lengths"_a, "out"_a, "lse"_a,
-           "new_empty"_a, "backend"_a, "stages_ahead"_a, "stream"_a);
+  cuda.def("attention", &cuda_attention, "problem"_a, "q"_a, "sequences"_a, "lengths"_a, "query_starts"_a, "out"_a,
+           "lse"_a, "new_empty"_a, "backend"_a, "stages_ahead"_a, "stream"_a);
   py::class_<DecodingStep>(cuda, "DecodingStep", "append and attention in one call; row i is sequence i. Owns nothing")
       .def(py::init<compress::Pool const&, compress::Windows const&, Problem const&, uintptr_t, Strides const&,
                     Strides const&, int, int64_t, std::string>(),

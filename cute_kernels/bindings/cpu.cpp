@@ -52,6 +52,13 @@ void select(uintptr_t x, Strides const& strides, int batch, int kv_heads, int64_
               to_pointer<uint32_t>(masks), to_pointer<int32_t>(counts), to_pointer<uint16_t>(pruned), threads);
 }
 
+int64_t select_two_of_four(uintptr_t x, Strides const& strides, int batch, int kv_heads, int64_t tokens, int head_dim,
+                           int dtype, int role, uintptr_t channel_order, uintptr_t masks, int threads) {
+  return cpu::select_two_of_four(dense_view(x, strides, batch, kv_heads, tokens, head_dim, static_cast<DType>(dtype)),
+                                 static_cast<format::Role>(role), to_pointer<uint8_t>(channel_order),
+                                 to_pointer<uint32_t>(masks), threads);
+}
+
 void channel_scales(uintptr_t x, Strides const& strides, int batch, int kv_heads, int64_t tokens, int head_dim,
                     int dtype, uintptr_t scales, int threads) {
   cpu::channel_scales(dense_view(x, strides, batch, kv_heads, tokens, head_dim, static_cast<DType>(dtype)),
@@ -135,6 +142,9 @@ void bind_cpu(py::module_& m) {
       "Instruction set of the kernels: \"avx512\", \"avx2\" or \"scalar\"; CUTE_KERNELS_CPU_ISA picks a lower one");
   c.def("select", &select, Unlocked(), "x"_a, "strides"_a, "batch"_a, "kv_heads"_a, "tokens"_a, "head_dim"_a, "dtype"_a,
         "keep"_a, "masks"_a, "counts"_a, "pruned"_a, "threads"_a);
+  c.def("select_two_of_four", &select_two_of_four, Unlocked(), "x"_a, "strides"_a, "batch"_a, "kv_heads"_a, "tokens"_a,
+        "head_dim"_a, "dtype"_a, "role"_a, "channel_order"_a, "masks"_a, "threads"_a,
+        "Masks of the two largest of every four neighbours; returns how many nonzeros they leave out");
   c.def("channel_scales", &channel_scales, Unlocked(), "x"_a, "strides"_a, "batch"_a, "kv_heads"_a, "tokens"_a,
         "head_dim"_a, "dtype"_a, "scales"_a, "threads"_a, "bf16 of a narrow codec, by channel, from the first tokens");
   c.def("token_scales", &token_scales, Unlocked(), "x"_a, "strides"_a, "batch"_a, "kv_heads"_a, "tokens"_a,

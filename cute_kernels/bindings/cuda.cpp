@@ -75,6 +75,13 @@ void pack(uintptr_t x, Strides const& strides, uintptr_t masks, uintptr_t token_
                  to_pointer<int64_t>(totals), capacity, view, stream_of(stream));
 }
 
+void pack_two_of_four(uintptr_t x, Strides const& strides, uintptr_t totals, bool counts_lost,
+                      format::SparseView const& view, uintptr_t stream) {
+  auto* refused = to_pointer<int64_t>(totals);
+  compress::pack_two_of_four(dense_view(x, strides, view), view, refused, counts_lost ? refused + 1 : nullptr,
+                             stream_of(stream));
+}
+
 void decompress(format::SparseView const& view, uintptr_t out, uintptr_t stream) {
   compress::decompress(view, to_pointer<void>(out), stream_of(stream));
 }
@@ -186,6 +193,8 @@ void bind_cuda(py::module_& m) {
            "totals"_a, "stream"_a);
   cuda.def("pack", &pack, "x"_a, "strides"_a, "masks"_a, "token_scales"_a, "keep"_a, "totals"_a, "capacity"_a, "view"_a,
            "stream"_a);
+  cuda.def("pack_two_of_four", &pack_two_of_four, "x"_a, "strides"_a, "totals"_a, "counts_lost"_a, "view"_a, "stream"_a,
+           "totals: values that the codec cannot store, and, if asked for, nonzeros that are left out");
   cuda.def("decompress", &decompress, "view"_a, "out"_a, "stream"_a);
   py::class_<compress::Windows>(cuda, "Windows", "The dense windows of a pool's sequences, as pointers and sizes")
       .def(py::init(&make_windows), "keys"_a, "values"_a, "lengths"_a, "arrivals"_a, "capacity"_a, "recent"_a,

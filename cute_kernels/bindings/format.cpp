@@ -10,6 +10,7 @@
 
 #include "cute_kernels/bindings/bindings.hpp"
 #include "cute_kernels/cpu/layout.hpp"
+#include "cute_kernels/cpu/two_of_four.hpp"
 #include "cute_kernels/format/storage.hpp"
 
 namespace cute_kernels::bindings {
@@ -20,6 +21,8 @@ using cpu::TileFormat;
 using format::CodecId;
 using format::Role;
 using format::SparseView;
+using format::TileFormatId;
+using format::TwoOfFourTile;
 
 constexpr DType kDTypes[] = {DType::kFloat16, DType::kBFloat16, DType::kFloat32};
 
@@ -89,6 +92,27 @@ int max_tile_rows(int padded, CodecId id) {
   return format::visit_codec(id, [&](auto codec) { return TileFormat::max_tile_rows<decltype(codec)>(padded); });
 }
 
+int two_of_four_rows(int padded, CodecId id) {
+  return format::visit_codec(id, [&](auto codec) { return TwoOfFourTile::tile_rows<decltype(codec)>(padded); });
+}
+
+// Of every group of a lane: the positions of its four elements, the word of its metadata, and their lowest bit there.
+std::vector<std::vector<int>> two_of_four_groups(Role role, int padded) {
+  std::vector<std::vector<int>> table;
+  for (cpu::LaneGroup const& group : cpu::lane_groups(role, padded)) {
+    table.emplace_back(std::begin(group.position), std::end(group.position));
+    table.back().insert(table.back().end(), {group.metadata_word, group.metadata_bit});
+  }
+  return table;
+}
+
+std::pair<int, int> two_of_four_place(int group, int index, CodecId id) {
+  return format::visit_codec(id, [&](auto codec) {
+    using Codec = decltype(codec);
+    return std::make_pair(TwoOfFourTile::value_row<Codec>(group), TwoOfFourTile::first_bit<Codec>(group, index));
+  });
+}
+
 int bitmap_bit(int element, CodecId id) {
   return format::visit_codec(id, [&](auto codec) { return TileFormat::bitmap_bit<codec.kBitDistance>(element); });
 }
@@ -107,7 +131,7 @@ int checked_padded(int head_dim) {
 
 SparseView make_view(uintptr_t blocks, uintptr_t row_offsets, uintptr_t token_order, uintptr_t channel_order,
                      uintptr_t channel_scale, int role, int dtype, int codec, int batch, int kv_heads, int64_t tokens,
-                     int head_dim, int max_tile_rows) {
+                     int head_dim, int max_tile_rows, int tile_format) {
   int const padded = format::padded_head_dim(head_dim);
   if (padded == 0)
     throw std::invalid_argument("head_dim is a multiple of 8 up to " + std::to_string(format::kMaxHeadDim) + ", not " +
@@ -116,7 +140,11 @@ SparseView make_view(uintptr_t blocks, uintptr_t row_offsets, uintptr_t token_or
   if (format::has_scales(to_codec(codec)) != (channel_scale != 0))
     throw std::invalid_argument(std::string("codec ") + format::codec_name(to_codec(codec)) +
                                 (channel_scale ? " has no scales" : " needs channel_scale"));
+  if (tile_format != static_cast<int>(TileFormatId::kBitmap) &&
+      tile_format != static_cast<int>(TileFormatId::kTwoOfFour))
+    throw std::invalid_argument("tile_format is one of TILE_FORMATS, not " + std::to_string(tile_format));
   SparseView view{};
+  view.tile_format = static_cast<TileFormatId>(tile_format);
   view.blocks = to_pointer<uint32_t const>(blocks);
   view.row_offsets = to_pointer<int32_t const>(row_offsets);
   view.token_order = to_pointer<uint8_t const>(token_order);
@@ -138,10 +166,11 @@ SparseView make_view(uintptr_t blocks, uintptr_t row_offsets, uintptr_t token_or
 SparseView make_paged_view(uintptr_t blocks, uintptr_t tile_rows, uintptr_t token_order, uintptr_t channel_order,
                            uintptr_t channel_scale, int role, int dtype, int codec, int sequences, int kv_heads,
                            int head_dim, int max_tile_rows, uintptr_t page_table, int pages_per_sequence,
-                           int tiles_per_page, int slot_rows, uintptr_t rows_before, bool shares_orders) {
+                           int tiles_per_page, int slot_rows, uintptr_t rows_before, bool shares_orders,
+                           int tile_format) {
   int64_t const tokens = int64_t{pages_per_sequence} * tiles_per_page * format::kTileTokens;
   SparseView view = make_view(blocks, tile_rows, token_order, channel_order, channel_scale, role, dtype, codec,
-                              sequences, kv_heads, tokens, head_dim, max_tile_rows);
+                              sequences, kv_heads, tokens, head_dim, max_tile_rows, tile_format);
   if (shares_orders) view.order_heads = 0;
   view.pages.table = to_pointer<int32_t const>(page_table);
   view.pages.pages_per_sequence = pages_per_sequence;
@@ -160,7 +189,8 @@ void bind_format(py::module_& m) {
   f.attr("DTYPES") = dtype_numbers();
   f.attr("CODECS") = codec_numbers();
   py::dict tile_formats;
-  tile_formats[TileFormat::kName] = static_cast<int>(TileFormat::kId);
+  for (TileFormatId id : {TileFormatId::kBitmap, TileFormatId::kTwoOfFour})
+    tile_formats[format::tile_format_name(id)] = static_cast<int>(id);
   f.attr("TILE_FORMATS") = tile_formats;
   f.attr("TILE_TOKENS") = format::kTileTokens;
   f.attr("LANES") = format::kLanes;
@@ -216,6 +246,19 @@ void bind_format(py::module_& m) {
       [](int role, int head_dim) { return cpu::element_table(to_role(role), checked_padded(head_dim)); }, "role"_a,
       "padded_head_dim"_a, "[lane * lane_elements + element] -> token_position * padded_head_dim + channel_position");
   f.def(
+      "two_of_four_rows",
+      [](int head_dim, int codec) { return two_of_four_rows(checked_padded(head_dim), to_codec(codec)); },
+      "padded_head_dim"_a, "codec"_a, "Rows of every tile of the tile format two_of_four");
+  f.def(
+      "two_of_four_groups",
+      [](int role, int head_dim) { return two_of_four_groups(to_role(role), checked_padded(head_dim)); }, "role"_a,
+      "padded_head_dim"_a,
+      "[lane * groups of a lane + group] -> the positions of its four elements, word and lowest bit of its metadata");
+  f.def(
+      "two_of_four_place",
+      [](int group, int index, int codec) { return two_of_four_place(group, index, to_codec(codec)); }, "group"_a,
+      "index"_a, "codec"_a, "The value row and lowest bit of a lane's value: the first or second of a group");
+  f.def(
       "stream_of",
       [](int role, int token_group, int channel_class) {
         format::Stream stream = TileFormat::stream_of(to_role(role), token_group, channel_class);
@@ -225,11 +268,13 @@ void bind_format(py::module_& m) {
 
   py::class_<SparseView>(m, "SparseView", "Compressed storage as pointers and sizes; owns nothing")
       .def(py::init(&make_view), "blocks"_a, "row_offsets"_a, "token_order"_a, "channel_order"_a, "channel_scale"_a,
-           "role"_a, "dtype"_a, "codec"_a, "batch"_a, "kv_heads"_a, "tokens"_a, "head_dim"_a, "max_tile_rows"_a)
+           "role"_a, "dtype"_a, "codec"_a, "batch"_a, "kv_heads"_a, "tokens"_a, "head_dim"_a, "max_tile_rows"_a,
+           "tile_format"_a = 0)
       .def_static("paged", &make_paged_view, "blocks"_a, "tile_rows"_a, "token_order"_a, "channel_order"_a,
                   "channel_scale"_a, "role"_a, "dtype"_a, "codec"_a, "sequences"_a, "kv_heads"_a, "head_dim"_a,
                   "max_tile_rows"_a, "page_table"_a, "pages_per_sequence"_a, "tiles_per_page"_a, "slot_rows"_a,
-                  "rows_before"_a, "shares_orders"_a = false, "The storage of a pool of pages, see format/storage.hpp");
+                  "rows_before"_a, "shares_orders"_a = false, "tile_format"_a = 0,
+                  "The storage of a pool of pages, see format/storage.hpp");
 }
 
 }  // namespace cute_kernels::bindings

@@ -24,6 +24,13 @@ CUTE_DEVICE uint32_t blend(uint32_t low, uint32_t high, uint32_t mask) {
   return result;
 }
 
+// (x & mask) | bits, in one instruction although both may be constants.
+CUTE_DEVICE uint32_t and_or(uint32_t x, uint32_t mask, uint32_t bits) {
+  uint32_t result;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(result) : "r"(x), "r"(mask), "r"(bits));
+  return result;
+}
+
 // Where `word` has one of `bits`: loads a 16-bit value; stores one and moves the address on. A register may be wider
 // than what it loads or stores.
 CUTE_DEVICE void load_shared_u16_if(uint32_t& value, uint32_t address, uint32_t word, uint32_t bits) {
@@ -93,6 +100,13 @@ CUTE_DEVICE uint32_t multiply_add(uint32_t x, uint32_t y, uint32_t z) {
 CUTE_DEVICE uint32_t subtract_halves(uint32_t x, uint32_t y) {
   uint32_t result;
   asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(result) : "r"(x), "r"(y));
+  return result;
+}
+
+// x * y + z
+CUTE_DEVICE uint32_t multiply_add_halves(uint32_t x, uint32_t y, uint32_t z) {
+  uint32_t result;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(x), "r"(y), "r"(z));
   return result;
 }
 

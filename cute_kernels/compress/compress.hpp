@@ -89,6 +89,12 @@ void offsets(int32_t const* longest, int64_t tiles, int32_t const* counts, int h
 void pack(DenseView const& x, uint32_t const* masks, uint16_t const* token_scale, int keep, int64_t const* totals,
           int64_t capacity, format::SparseView const& view, cudaStream_t stream);
 
+// Writes the blocks of the tile format of exactly two of four: of every group the two largest. refused: counts what the codec
+// cannot store, where it has scales. lost: counts nonzeros that are left out; null: nobody asks.
+void pack_two_of_four(DenseView const& x, format::SparseView const& view, int64_t* refused, int64_t* lost,
+                      cudaStream_t stream);
+
 void decompress(format::SparseView const& view, void* out, cudaStream_t stream);
+void unpack_two_of_four(format::SparseView const& view, void* out, cudaStream_t stream);  // decompress, of that format
 
 }  // namespace cute_kernels::compress

@@ -212,9 +212,8 @@ struct LanePart {
     return length;
   }
 
-  // Copies its values to the staged rows, those of each stream from its rank on.
+  // Copies its values, or codes of 16 bits, to the staged rows, those of each stream from its rank on.
   __device__ void stage_values(Storage& s, int lane, uint32_t ranks) {
-    if constexpr (Codec::kIsNarrow) return stage_codes(s, lane, ranks);
     uint32_t target[kStreams], row = cute::cast_smem_ptr_to_uint(s.dense[token]);
     uint32_t source[HeadDim][kSwizzledRows];  // of a channel, for rows of one residue
 #pragma unroll
@@ -240,35 +239,6 @@ struct LanePart {
     }
   }
 
-  // The same for codes.
-  __device__ void stage_codes(Storage& s, int lane, uint32_t ranks) {
-    int taken[kStreams];
-    uint32_t row = cute::cast_smem_ptr_to_uint(s.dense[token]);
-    uint32_t source[HeadDim][kSwizzledRows];  // of a channel, for rows of one residue
-#pragma unroll
-    for (int j = 0; j < kStreams; ++j) taken[j] = rank(ranks, j);
-#pragma unroll
-    for (int e = 0; e < kElements; ++e)
-      source[channel_offset(e)][token_offset(e) % kSwizzledRows] =
-          row + 2 * swizzled(token + token_offset(e), s.channel[channel + channel_offset(e)]);
-#pragma unroll
-    for (int w = 0; w < kWords; ++w) ptx::forget(words[w]);
-    uint32_t value[kBatch] = {};
-#pragma unroll
-    for (int e0 = 0; e0 < kElements; e0 += kBatch) {
-#pragma unroll
-      for (int e = e0; e < e0 + kBatch; ++e)
-        ptx::load_shared_u16_if(
-            value[e - e0], source[channel_offset(e)][token_offset(e) % kSwizzledRows] + token_offset(e) * HeadDim * 2,
-            words[TileFormat::bitmap_word(e)], 1u << bit(e));
-#pragma unroll
-      for (int e = e0; e < e0 + kBatch; ++e) {
-        int j = TileFormat::stream(e);
-        if (words[TileFormat::bitmap_word(e)] >> bit(e) & 1) place(s, lane, j, taken[j]++, 0, value[e - e0]);
-      }
-    }
-  }
-
   // A value in the staged rows, which are zeros where there is none yet. first_row: the value row that they begin with.
   __device__ static void place(Storage& s, int lane, int stream, int rank, int first_row, uint32_t value) {
     auto& word = reinterpret_cast<uint32_t (*)[kLanes]>(s.values)[Codec::value_row(stream, rank) - first_row][lane];
@@ -280,7 +250,7 @@ struct LanePart {
       reinterpret_cast<uint16_t*>(&word)[stream] = static_cast<uint16_t>(value);
   }
 
-  // The same for blocks that are longer than what can be staged: only the values of rows [first_row, first_row + rows).
+  // For blocks that are longer than what can be staged: only the values of rows [first_row, first_row + rows).
   __device__ void stage_rows(Storage& s, uint32_t const* block, int lane, int warp, uint32_t ranks, int first_row,
                              int rows) {
     int taken[kStreams];
@@ -376,6 +346,28 @@ __device__ void write_rows(Part& part, PackStorage<HeadDim, kScales>& s, uint32_
   }
 }
 
+// Codes of 16 bits in staged rows to words of the codec.
+template <class Codec, int kThreads>
+__device__ void copy_codes(uint16_t const (*staged)[kLanes][kStreams], uint32_t* to, int value_rows) {
+  static_assert(kStreams == 2 && Codec::kWordRows == 2);
+  auto const* pairs = reinterpret_cast<uint32_t const*>(staged);  // of a lane: a code of either stream
+#pragma unroll 2
+  for (int i = threadIdx.x % kThreads; i < value_rows / 2 * kLanes; i += kThreads) {
+    int words = i / kLanes, lane = i % kLanes;
+    uint32_t pair[Codec::kWordValues];
+#pragma unroll
+    for (int v = 0; v < Codec::kWordValues; ++v) pair[v] = pairs[(words * Codec::kWordValues + v) * kLanes + lane];
+    if constexpr (Codec::kValueBits == 4) {
+#pragma unroll
+      for (int v = 0; v < 4; ++v) pair[v] = pair[2 * v] | pair[2 * v + 1] << 4;
+    }
+    uint32_t first = ptx::permute_bytes(pair[0], pair[1], 0x6240),
+             second = ptx::permute_bytes(pair[2], pair[3], 0x6240);
+    to[2 * words * kLanes + lane] = ptx::permute_bytes(first, second, 0x5410);
+    to[(2 * words + 1) * kLanes + lane] = ptx::permute_bytes(first, second, 0x7632);
+  }
+}
+
 // Packs a tile into `value_rows` rows below those of its bitmap and scales.
 template <Role kRole, int HeadDim, class Codec = Fp16Codec, class Trim, class Group>
 __device__ void pack_tile(PackStorage<HeadDim, Codec::kHasScales>& s, TileSource const& x, uint32_t* block,
@@ -383,17 +375,19 @@ __device__ void pack_tile(PackStorage<HeadDim, Codec::kHasScales>& s, TileSource
   constexpr int kThreads = 32 * warps_of(HeadDim), kRowVectors = kRowBytes / 16;
   int thread = threadIdx.x % kThreads, lane = thread % 32, warp = thread / 32;
   LanePart<kRole, HeadDim, Codec> part(lane, warp);
-  begin_tile(part, s, x, block, min(value_rows, staged_rows), trim, group);
+  int rows_to_stage = Codec::most_values(value_rows);  // a code takes 16 bits there, too
+  begin_tile(part, s, x, block, min(rows_to_stage, staged_rows), trim, group);
   if constexpr (Codec::kHasScales) {
     encode_tile<Codec>(s, x.dtype);
     group.sync();
   }
-  if (value_rows > staged_rows) return write_rows(part, s, block, value_rows, staged_rows, group);
+  if (rows_to_stage > staged_rows) return write_rows(part, s, block, value_rows, staged_rows, group);
   part.stage_values(s, lane, first_ranks(s, lane, warp));
   group.sync();
+  uint32_t* to = block + TileFormat::first_value_row<Codec>(HeadDim) * kLanes;
+  if constexpr (Codec::kIsNarrow) return copy_codes<Codec, kThreads>(s.values, to, value_rows);
   auto* staged = reinterpret_cast<uint4*>(s.values);
-  auto* to = reinterpret_cast<uint4*>(block + TileFormat::first_value_row<Codec>(HeadDim) * kLanes);
-  for (int i = thread; i < value_rows * kRowVectors; i += kThreads) to[i] = staged[i];
+  for (int i = thread; i < value_rows * kRowVectors; i += kThreads) reinterpret_cast<uint4*>(to)[i] = staged[i];
 }
 
 // The same in any narrow codec, which is known when the kernel runs: little code that takes more time.
@@ -422,10 +416,6 @@ __device__ void pack_narrow_tile(PackStorage<HeadDim, true>& s, TileSource const
 // Rows of values that a CTA stages. Streams are about `keep` long: enough for most tiles, or for any tile.
 constexpr int staged_rows(int padded_head_dim, int keep) {
   return keep > 0 && 2 * keep <= padded_head_dim ? padded_head_dim / 8 * 5 : padded_head_dim;
-}
-template <class Codec>
-constexpr int staged_rows(int padded_head_dim, int keep) {
-  return Codec::value_rows(staged_rows(padded_head_dim, keep));
 }
 
 }  // namespace cute_kernels::compress

@@ -165,7 +165,7 @@ void store(Pool const& pool, DenseView const& k, DenseView const& v, PoolRows co
       visit_packed_codec(views[i]->codec, [&](auto codec) {
         using Codec = decltype(codec);
         visit_shape(*views[i], [&](auto role, auto head_dim) {
-          int staged = staged_rows<Codec>(head_dim(), keeps[i]);
+          int staged = staged_rows(head_dim(), keeps[i]);
           BalancedTiles balanced{scratch.masks[i], scratch.longest[i], scratch.longest[0], SlotLimits(pool)};
           launch_tiles(pack_slots_kernel<role(), head_dim(), Codec>, heads * count, 32 * warps_of(head_dim()),
                        sizeof(PackStorage<head_dim(), Codec::kHasScales>) + staged * kRowBytes, stream,

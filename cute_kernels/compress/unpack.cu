@@ -82,7 +82,7 @@ __device__ void load_scales(UnpackStorage<Codec, HeadDim>& s, PackedTile const& 
 // A warp's quarter of the tile's elements into dense: of a codec with scales the numbers of its codes, as fp16.
 template <Role kRole, class Codec, int HeadDim>
 __device__ void decode_quarter(UnpackStorage<Codec, HeadDim>& s) {
-  using Quarter = mma::TileQuarter<TileFormat, Codec, HeadDim>;
+  using Quarter = mma::QuarterTile<TileFormat, Codec, HeadDim>;
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   Quarter quarter(cute::cast_smem_ptr_to_uint(s.block), warp);
 #pragma unroll
@@ -183,6 +183,7 @@ __global__ void __launch_bounds__(kThreads) load_kernel(SparseView view, TileRun
 }  // namespace
 
 void decompress(SparseView const& view, void* out, cudaStream_t stream) {
+  if (view.tile_format == TileFormatId::kTwoOfFour) return unpack_two_of_four(view, out, stream);
   visit_packed_codec(view.codec, [&](auto codec) {
     visit_shape(view, [&](auto role, auto head_dim) {
       using Storage = UnpackStorage<decltype(codec), head_dim()>;

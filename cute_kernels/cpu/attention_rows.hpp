@@ -23,21 +23,26 @@ struct Sequence {
   int64_t tiles() const { return compressed_tiles() + ceil_div(window, format::kTileTokens); }
 };
 
-// Rows [first_row, first_row + rows) of KV head `head` (batch row * kv_heads + KV head).
+// A row of the batch: its queries, as a batch of one, and the tokens that they attend to.
+struct BatchRow {
+  DenseOperand q;
+  Sequence sequence;
+};
+
+// Rows [first_row, first_row + rows) of a KV head, of those that its group's query heads have with all query tokens.
 struct RowBlock {
-  int64_t head, first_row;
+  int kv_head;
+  int64_t first_row;
   int rows;
 };
 
 // Scratch of one thread, and the walk over the tiles.
 class AttentionRows {
  public:
-  AttentionRows(Kernels const& isa, Problem const& problem, DenseOperand const& q, QueryRows const& query,
-                int64_t rows_at_most)
+  AttentionRows(Kernels const& isa, Problem const& problem, int64_t rows_at_most)
       : isa_(isa),
         problem_(problem),
-        q_(q),
-        query_(query),
+        group_(problem.q_heads / problem.keys.kv_heads),
         padded_(problem.keys.padded_head_dim),
         logits_(isa, problem.keys, rows_at_most),
         sums_(isa, problem.values, DType::kFloat32, rows_at_most),
@@ -47,13 +52,14 @@ class AttentionRows {
 
   // The existing tiles of [first_tile, last_tile). softmax (rows), sums (rows, padded_head_dim) by channel, not
   // divided by the sum of exponentials: overwritten.
-  void run(RowBlock const& block, Sequence const& sequence, int64_t first_tile, int64_t last_tile,
-           RunningSoftmax* softmax, float* sums) {
-    block_ = block, sequence_ = sequence, softmax_ = softmax;
+  void run(RowBlock const& block, BatchRow const& row, int64_t first_tile, int64_t last_tile, RunningSoftmax* softmax,
+           float* sums) {
+    Sequence const& sequence = row.sequence;
+    block_ = block, q_ = row.q, sequence_ = sequence, softmax_ = softmax;
     std::fill_n(softmax, block.rows, RunningSoftmax{-INFINITY, 0.f});
     int64_t most = 0;
     for (int n = 0; n < block.rows; ++n) {
-      int64_t const newer = problem_.causal ? problem_.q_tokens - 1 - (block.first_row + n) % problem_.q_tokens : 0;
+      int64_t const newer = problem_.causal ? q_.tokens - 1 - (block.first_row + n) % q_.tokens : 0;
       seen_[n] = std::max<int64_t>(0, sequence.tokens() - newer);
       most = std::max(most, seen_[n]);
     }
@@ -75,18 +81,17 @@ class AttentionRows {
  private:
   static constexpr int kTileTokens = format::kTileTokens;
 
-  int kv_head() const { return static_cast<int>(block_.head % problem_.keys.kv_heads); }
   uint8_t const* channel_order(SparseView const& view) const {
-    return view.channel_order_of(sequence_.index, kv_head());
+    return view.channel_order_of(sequence_.index, block_.kv_head);
   }
 
   void load_queries() {
-    logits_.load(q_, query_.group, block_.head, channel_order(problem_.keys), block_.first_row, block_.rows);
+    logits_.load(q_, group_, block_.kv_head, channel_order(problem_.keys), block_.first_row, block_.rows);
   }
 
   void widen_queries() {
     for (int n = 0; n < block_.rows; ++n) {
-      int64_t const offset = row_offset(problem_.keys, q_, query_.group, block_.head, block_.first_row + n);
+      int64_t const offset = row_offset(problem_.keys, q_, group_, block_.kv_head, block_.first_row + n);
       isa_.widen(static_cast<uint16_t const*>(q_.data) + offset, problem_.keys.head_dim, padded_,
                  q_.dtype == DType::kBFloat16, dense_q_.data() + n * padded_);
     }
@@ -112,7 +117,7 @@ class AttentionRows {
   void add_compressed(int64_t tile, bool is_followed) {
     SparseView const &keys = problem_.keys, &values = problem_.values;
     auto index_of = [&](SparseView const& view, int64_t t) {
-      return view.tile_index(sequence_.index, kv_head(), static_cast<int>(t));
+      return view.tile_index(sequence_.index, block_.kv_head, static_cast<int>(t));
     };
     int64_t const next_key = is_followed ? index_of(keys, tile + 1) : -1;
     int64_t const next_value = is_followed ? index_of(values, tile + 1) : -1;
@@ -149,8 +154,8 @@ class AttentionRows {
 
   // Tokens that no row sees are not read.
   void load_window(void const* data, int64_t const (&strides)[3], int64_t tile, DenseTile const& dense) const {
-    uint16_t const* from = static_cast<uint16_t const*>(data) + sequence_.index * strides[0] + kv_head() * strides[1] +
-                           tile * kTileTokens * strides[2];
+    uint16_t const* from = static_cast<uint16_t const*>(data) + sequence_.index * strides[0] +
+                           block_.kv_head * strides[1] + tile * kTileTokens * strides[2];
     for (int token = 0; token < dense.tokens; ++token)
       isa_.widen(from + token * strides[2], problem_.keys.head_dim, padded_, q_.dtype == DType::kBFloat16,
                  dense.rows + token * padded_);
@@ -159,14 +164,13 @@ class AttentionRows {
 
   Kernels const& isa_;
   Problem const& problem_;
-  DenseOperand const& q_;
-  QueryRows const& query_;
-  int padded_;
+  int group_, padded_;
   KeyLogits logits_;
   ValueSums sums_;               // over compressed tokens
   AlignedArray<float> weights_;  // (rows, 64): logits of the tile, then its weights
   AlignedArray<float> dense_q_, dense_tile_;
   RowBlock block_{};
+  DenseOperand q_{};
   Sequence sequence_{};
   RunningSoftmax* softmax_ = nullptr;
   int64_t seen_[kRowsPerTask];  // tokens that a row sees

@@ -5,9 +5,10 @@
 #include <vector>
 
 #include "cute_kernels/common/numeric.hpp"
-#include "cute_kernels/cpu/half.hpp"
+#include "cute_kernels/cpu/element_codec.hpp"
 #include "cute_kernels/cpu/layout.hpp"
 #include "cute_kernels/cpu/tile_steps.hpp"
+#include "cute_kernels/cpu/two_of_four.hpp"
 
 namespace cute_kernels::cpu {
 namespace {
@@ -25,32 +26,6 @@ struct LaneStreams {
 };
 
 uint16_t const* positions_of(SparseView const& view) { return element_table(view.role, view.padded_head_dim).data(); }
-
-float to_float(uint16_t bits, DType dtype) {
-  return dtype == DType::kBFloat16 ? bfloat16_to_float(bits) : half_to_float(bits);
-}
-
-// The stored bits of an element, and back.
-template <class Codec>
-uint32_t encode(SparseView const& view, TileScales const& scales, uint16_t bits, int index) {
-  if constexpr (Codec::kHasScales) {
-    float const per_channel = 1 / scales.channel(index % view.padded_head_dim);
-    float const per_token = 1 / scales.token(index / view.padded_head_dim);
-    return Codec::encode(format::scaled_down(to_float(bits, view.dtype), per_channel, per_token));
-  } else {
-    return bits;
-  }
-}
-template <class Codec>
-uint16_t decode(SparseView const& view, TileScales const& scales, uint32_t stored, int index) {
-  if constexpr (Codec::kHasScales) {
-    float const x = format::scaled_up(Codec::number(stored), scales.token(index / view.padded_head_dim),
-                                      scales.channel(index % view.padded_head_dim), view.dtype);
-    return view.dtype == DType::kBFloat16 ? float_to_bfloat16(x) : float_to_half(x);
-  } else {
-    return static_cast<uint16_t>(stored);
-  }
-}
 
 template <class Codec>
 void write_block_as(SparseView const& view, uint16_t const* dense, TileScales const& scales, int rows,
@@ -70,7 +45,7 @@ void write_block_as(SparseView const& view, uint16_t const* dense, TileScales co
         int const index = positions[e0 + i], s = TileFormat::stream(i), nonzero = dense[index] != 0;
         word |= static_cast<uint32_t>(nonzero) << TileFormat::bitmap_bit<Codec::kBitDistance>(i);
         if (!Codec::kHasScales || nonzero)
-          streams.value[s][streams.length[s]] = encode<Codec>(view, scales, dense[index], index);
+          streams.value[s][streams.length[s]] = encode_element<Codec>(view, scales, dense[index], index);
         streams.length[s] += nonzero;
       }
       block[TileFormat::bitmap_word(e0) * kLanes + lane] = word;
@@ -103,7 +78,7 @@ void read_block_as(SparseView const& view, uint32_t const* block, TileScales con
       for (int i = 0; i < kWordElements; ++i) {
         int const s = TileFormat::stream(i), index = positions[e0 + i];
         uint32_t const bit = (word >> TileFormat::bitmap_bit<Codec::kBitDistance>(i)) & 1;
-        uint16_t const x = decode<Codec>(view, scales, streams.value[s][streams.length[s]], index);
+        uint16_t const x = decode_element<Codec>(view, scales, streams.value[s][streams.length[s]], index);
         dense[index] = static_cast<uint16_t>(x & (0u - bit));
         streams.length[s] += static_cast<int>(bit);
       }
@@ -134,6 +109,7 @@ int trim_streams(SparseView const& view, int most, uint16_t* dense) {
 }
 
 void write_block(SparseView const& view, uint16_t const* dense, TileScales const& scales, int rows, uint32_t* block) {
+  if (view.tile_format == format::TileFormatId::kTwoOfFour) return write_two_of_four(view, dense, scales, block);
   format::visit_codec(view.codec,
                       [&](auto codec) { write_block_as<decltype(codec)>(view, dense, scales, rows, block); });
 }
@@ -141,6 +117,7 @@ void write_block(SparseView const& view, uint16_t const* dense, TileScales const
 void read_block(SparseView const& view, uint32_t const* block, uint16_t const* channel_scales, int rows,
                 uint16_t* dense) {
   TileScales const scales{view.token_scales(block), channel_scales};
+  if (view.tile_format == format::TileFormatId::kTwoOfFour) return read_two_of_four(view, block, scales, dense);
   format::visit_codec(view.codec,
                       [&](auto codec) { read_block_as<decltype(codec)>(view, block, scales, rows, dense); });
 }

@@ -40,6 +40,10 @@ struct DenseOperand {
 // every nonzero.
 void select(DenseView const& x, int keep, uint32_t* masks, int32_t* counts, uint16_t* pruned, int threads);
 
+// masks as `select` writes them, of the two largest of every four neighbours: tokens of values, and channels of keys in
+// the order of channel_order (batch * kv_heads, padded), null for values. Returns how many nonzeros that leaves out.
+int64_t select_two_of_four(DenseView const& x, Role role, uint8_t const* channel_order, uint32_t* masks, int threads);
+
 // What `balance` reads of one cache, and the longest stream of each of its tiles that it writes.
 struct BalanceOperand {
   uint32_t const* masks;

@@ -11,6 +11,7 @@
 #include "cute_kernels/cpu/layout.hpp"
 #include "cute_kernels/cpu/parallel.hpp"
 #include "cute_kernels/cpu/tile_shape.hpp"
+#include "cute_kernels/cpu/two_of_four.hpp"
 
 namespace cute_kernels::cpu {
 
@@ -51,6 +52,7 @@ inline Number to_number(DType dtype) {
 // The pair kernels if they serve this view, else null.
 inline PairKernels const* pair_kernels(Kernels const& isa, SparseView const& view) {
   bool const whole_blocks = view.padded_head_dim / 4 % kPairBlock == 0;
+  if (view.tile_format != format::TileFormatId::kBitmap) return nullptr;
   return view.codec == format::CodecId::kBf16 && whole_blocks ? isa.pairs : nullptr;
 }
 
@@ -135,6 +137,10 @@ class TileScratch {
     prefetch(view, next_tile);
     UnpackedTile tile{masks_.data(), streams_.data(), stride_};
     uint32_t const* from = block(view, tile_index);
+    if (view.tile_format == format::TileFormatId::kTwoOfFour) {
+      unpack_two_of_four(view, from, tile);
+      return tile;
+    }
     format::visit_codec(view.codec, [&](auto codec) {
       using Codec = decltype(codec);
       int const value_rows = view.rows(tile_index) - bitmap_rows_ - Codec::kScaleRows;
@@ -157,6 +163,7 @@ class TileScratch {
  private:
   // In values, at most.
   int longest_stream(SparseView const& view) const {
+    if (view.tile_format == format::TileFormatId::kTwoOfFour) return TileFormat::stream_elements(view.padded_head_dim);
     return format::visit_codec(view.codec, [&](auto codec) {
       return codec.most_values(std::max(view.max_tile_rows - bitmap_rows_ - codec.kScaleRows, 0));
     });

@@ -3,6 +3,7 @@
 #include "cute_kernels/dispatch/heuristics.hpp"
 #include "cute_kernels/dispatch/kernels.hpp"
 #include "cute_kernels/dispatch/prefill.hpp"
+#include "cute_kernels/dispatch/vectors.hpp"
 #include "cute_kernels/schedule/schedule.hpp"
 
 namespace cute_kernels::dispatch {
@@ -14,26 +15,21 @@ struct WindowAccess {
   bool vectorized, staged;
 };
 
+// Window tiles are addressed by 32 bits.
+void check_window(attention::Window const& window) {
+  auto reach = [&](int64_t const* strides) { return int64_t{window.tokens} * strides[2]; };
+  if (reach(window.key_strides) > INT32_MAX || reach(window.value_strides) > INT32_MAX)
+    throw std::runtime_error("the tokens of a window lie 2^31 elements apart or more; pass a contiguous one");
+}
+
 // How a window may be read: see Params.
 WindowAccess window_access(attention::Problem const& problem) {
-  auto in_vectors = [](void const* data, int64_t const* strides) {
-    constexpr int kVector = 8;
-    return reinterpret_cast<uintptr_t>(data) % 16 == 0 && strides[0] % kVector == 0 && strides[1] % kVector == 0 &&
-           strides[2] % kVector == 0;
-  };
   attention::Window const& window = problem.window;
   int head_dim = problem.keys.head_dim;
   bool vectorized = head_dim % 8 == 0 && in_vectors(window.keys, window.key_strides) &&
                     in_vectors(window.values, window.value_strides);
   bool contiguous = window.key_strides[2] == head_dim && window.value_strides[2] == head_dim;
   return {vectorized, vectorized && contiguous};
-}
-
-void check_sizes(attention::Problem const& problem, int64_t cost) {
-  if (cost > INT32_MAX / 2) throw std::runtime_error("the call has more than 2^30 tiles of work; split the batch");
-  auto reach = [&](int64_t const* strides) { return int64_t{problem.window.tokens} * strides[2]; };
-  if (reach(problem.window.key_strides) > INT32_MAX || reach(problem.window.value_strides) > INT32_MAX)
-    throw std::runtime_error("the tokens of a window lie 2^31 elements apart or more; pass a contiguous one");
 }
 
 // All of the schedule but its partition. Returns the cost of all work tiles.
@@ -50,7 +46,7 @@ int64_t describe_work(attention::Problem const& problem, int row_blocks, schedul
   int64_t tiles = schedule::kv_tiles_of(keys.tokens, problem.window.tokens);
   int64_t cost = tiles + schedule::attention_work_tile_cost(schedule.variable_length);
   int64_t all = int64_t{problem.batch} * keys.kv_heads * row_blocks * cost;
-  check_sizes(problem, all);
+  if (all > INT32_MAX / 2) throw std::runtime_error("the call has more than 2^30 tiles of work; split the batch");
   schedule.tiles_per_work_tile = cutlass::FastDivmod(static_cast<int>(tiles));
   schedule.cost_per_work_tile = cutlass::FastDivmod(static_cast<int>(cost));
   schedule.work_tiles_per_row = cutlass::FastDivmod(keys.kv_heads * row_blocks);
@@ -99,9 +95,11 @@ void run_with(Kernels<Params> const& kernels, attention::Problem const& problem,
   schedule.rows = params.group * problem.q_tokens;
   int n = kernels.rows_per_pass(schedule.rows), row_blocks = (schedule.rows + n - 1) / n;
   int64_t cost = describe_work(problem, row_blocks, schedule);
-  params.separate_orders = keys.token_order != values.token_order;
+  bool is_two_of_four = keys.tile_format == format::TileFormatId::kTwoOfFour;  // whose order is that of memory
+  params.separate_orders = !is_two_of_four && keys.token_order != values.token_order;
   params.zero_masked = problem.lengths && !keys.pages.table;  // sequences in pages end with a tile
-  params.uniform = !schedule.variable_length && !params.separate_orders && !keys.pages.table && !problem.sequences;
+  params.uniform = !schedule.variable_length && !params.separate_orders && !keys.pages.table && !problem.sequences &&
+                   !problem.packed.starts;
 
   pipeline::KernelLimits limits = kernels.launcher.limits(keys.codec, n);
   params.schedule_bytes = schedule::shared_bytes(schedule.variable_length, problem.batch);
@@ -147,6 +145,8 @@ void run_with(Kernels<Params> const& kernels, attention::Problem const& problem,
   params.output.channel_order = values.channel_order;
   params.output.order_heads = values.order_heads;
   params.output.head_dim = values.head_dim;
+  params.output.packed = problem.packed;
+  params.output.query_tokens = params.query_tokens;
   params.output.vectors = reduce::partial_vectors(schedule.rows);
   if (!schedule.in_cluster) {
     int64_t partials = reduce::place_partials(schedule, plan.config.summed_splits, params.output);
@@ -164,19 +164,26 @@ void run(attention::Problem const& problem, Workspace const& workspace, std::str
     throw std::runtime_error(std::string("GPU kernels take keys and values in one codec, not ") +
                              format::codec_name(problem.keys.codec) + " and " +
                              format::codec_name(problem.values.codec));
+  if (problem.values.tile_format != problem.keys.tile_format)
+    throw std::runtime_error(std::string("GPU kernels take keys and values in one tile format, not ") +
+                             format::tile_format_name(problem.keys.tile_format) + " and " +
+                             format::tile_format_name(problem.values.tile_format));
+  check_window(problem.window);
   visit_backend(backend, problem.keys.padded_head_dim, device, [&](auto kernels) {
     using Prefill = typename decltype(kernels)::Prefill;
     if constexpr (!std::is_void_v<Prefill>) {
       int rows = problem.q_heads / problem.keys.kv_heads * problem.q_tokens;
-      bool is_narrow = format::has_scales(problem.keys.codec);  // the prefill kernel has no such decoder
-      if (!is_narrow && rows > most_decoding_rows(problem.keys.padded_head_dim)) {
+      // The prefill kernel decodes 16-bit values under a bitmap.
+      bool has_decoder =
+          !format::has_scales(problem.keys.codec) && problem.keys.tile_format == format::TileFormatId::kBitmap;
+      if (has_decoder && rows > most_decoding_rows(problem.keys.padded_head_dim)) {
         if (tuning.stages_ahead > 0)
           throw std::runtime_error("no stages ahead can be chosen for " + std::to_string(rows) +
                                    " query rows a KV head, which the prefill kernel takes");
         return run_prefill<Prefill>(problem, workspace, device, stream);
       }
     }
-    run_with(decltype(kernels)::attention_kernels(problem.keys.codec), problem, workspace, device, tuning, stream);
+    run_with(decltype(kernels)::attention_kernels(problem.keys), problem, workspace, device, tuning, stream);
   });
 }
 

@@ -28,36 +28,36 @@ struct Kernels {
 
 // Of the codecs that a storage's is of.
 template <class Params, class F>
-Kernels<Params> kernels_of(format::CodecId codec, F&& launcher) {
-  return mma::visit_codecs(codec, [&](auto codecs) -> Kernels<Params> { return {launcher(codecs)}; });
+Kernels<Params> kernels_of(format::SparseView const& view, F&& launcher) {
+  return mma::visit_codecs(view, [&](auto codecs) -> Kernels<Params> { return {launcher(codecs)}; });
 }
 
 template <int kHeadDim>
 struct Sm80 {
   using Prefill = void;  // none
-  static Kernels<qk::Params> qk_kernels(format::CodecId codec) {
-    return kernels_of<qk::Params>(codec, [](auto codecs) { return qk::sm80::launcher<kHeadDim, decltype(codecs)>(); });
+  static Kernels<qk::Params> qk_kernels(format::SparseView const& view) {
+    return kernels_of<qk::Params>(view, [](auto codecs) { return qk::sm80::launcher<kHeadDim, decltype(codecs)>(); });
   }
-  static Kernels<av::Params> av_kernels(format::CodecId codec) {
-    return kernels_of<av::Params>(codec, [](auto codecs) { return av::sm80::launcher<kHeadDim, decltype(codecs)>(); });
+  static Kernels<av::Params> av_kernels(format::SparseView const& view) {
+    return kernels_of<av::Params>(view, [](auto codecs) { return av::sm80::launcher<kHeadDim, decltype(codecs)>(); });
   }
-  static Kernels<attention::Params> attention_kernels(format::CodecId codec) {
+  static Kernels<attention::Params> attention_kernels(format::SparseView const& view) {
     return kernels_of<attention::Params>(
-        codec, [](auto codecs) { return attention::sm80::launcher<kHeadDim, decltype(codecs)>(); });
+        view, [](auto codecs) { return attention::sm80::launcher<kHeadDim, decltype(codecs)>(); });
   }
 };
 
 template <int kHeadDim>
 struct Sm90 {
-  static Kernels<qk::Params> qk_kernels(format::CodecId codec) {
-    return kernels_of<qk::Params>(codec, [](auto codecs) { return qk::sm90::launcher<kHeadDim, decltype(codecs)>(); });
+  static Kernels<qk::Params> qk_kernels(format::SparseView const& view) {
+    return kernels_of<qk::Params>(view, [](auto codecs) { return qk::sm90::launcher<kHeadDim, decltype(codecs)>(); });
   }
-  static Kernels<av::Params> av_kernels(format::CodecId codec) {
-    return kernels_of<av::Params>(codec, [](auto codecs) { return av::sm90::launcher<kHeadDim, decltype(codecs)>(); });
+  static Kernels<av::Params> av_kernels(format::SparseView const& view) {
+    return kernels_of<av::Params>(view, [](auto codecs) { return av::sm90::launcher<kHeadDim, decltype(codecs)>(); });
   }
-  static Kernels<attention::Params> attention_kernels(format::CodecId codec) {
+  static Kernels<attention::Params> attention_kernels(format::SparseView const& view) {
     return kernels_of<attention::Params>(
-        codec, [](auto codecs) { return attention::sm90::launcher<kHeadDim, decltype(codecs)>(); });
+        view, [](auto codecs) { return attention::sm90::launcher<kHeadDim, decltype(codecs)>(); });
   }
   using Prefill = attention::prefill::Launcher<kHeadDim>;  // takes any number of query rows
 };

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "cute_kernels/common/device.hpp"
+#include "cute_kernels/dispatch/vectors.hpp"
 #include "cute_kernels/dispatch/workspace.hpp"
 #include "cute_kernels/ops/attention/prefill/launch.hpp"
 #include "cute_kernels/reduce/merge_states.hpp"
@@ -62,9 +63,7 @@ void run_prefill(attention::Problem const& problem, Workspace const& workspace, 
   params.separate_orders = keys.token_order != values.token_order;
   params.zero_masked = problem.lengths && !keys.pages.table;  // sequences in pages end with a tile
 
-  constexpr int kVector = 8;  // elements in 16 bytes
-  params.q_vectorized = reinterpret_cast<uintptr_t>(problem.q) % 16 == 0 && problem.q_strides[0] % kVector == 0 &&
-                        problem.q_strides[1] % kVector == 0 && problem.q_strides[2] % kVector == 0;
+  params.q_vectorized = in_vectors(problem.q, problem.q_strides);
   prefill::Limits limits = Launcher::limits(keys.codec, variant);
   int block_bytes = std::max(keys.max_tile_rows, values.max_tile_rows) * format::kRowBytes;
   int behind = std::max(2 * prefill::kOrderBytes, format::kRowsBehind * format::kRowBytes);
@@ -76,14 +75,18 @@ void run_prefill(attention::Problem const& problem, Workspace const& workspace, 
     throw std::runtime_error("tiles of " + std::to_string(params.stage_bytes) + " bytes do not fit in the " +
                              std::to_string(device.shared_bytes) + " bytes of shared memory of this device");
 
-  int64_t heads = int64_t{problem.batch} * keys.kv_heads, work_tiles = heads * row_blocks;
+  int64_t heads = int64_t{problem.batch} * keys.kv_heads, ctas = heads * row_blocks, work_tiles = ctas;
+  if (problem.packed.starts) {  // those that have query tokens, at most
+    int64_t rows = int64_t{params.group} * problem.packed.tokens;
+    work_tiles = std::min(ctas, (problem.batch + rows / variant.rows()) * variant.cluster_ctas * keys.kv_heads);
+  }
   int64_t longest = problem.lengths && problem.expected.longest > 0
                         ? std::min<int64_t>(problem.expected.longest, keys.tokens)
                         : keys.tokens;
   int tiles = static_cast<int>((longest + problem.window.tokens + format::kTileTokens - 1) / format::kTileTokens);
   int most = problem.num_splits > 0 ? problem.num_splits : kMaxPrefillSplits;
   int splits = prefill_splits(device.multiprocessors, work_tiles, tiles, most);
-  if (work_tiles * splits > INT32_MAX)
+  if (ctas * splits > INT32_MAX)
     throw std::runtime_error("the call has more than 2^31 blocks of query rows; split the batch");
   params.splits = cutlass::FastDivmod(splits);
   int64_t out_rows = params.all_rows();
@@ -92,7 +95,7 @@ void run_prefill(attention::Problem const& problem, Workspace const& workspace, 
     params.partial_out = workspace(out_bytes + splits * out_rows * static_cast<int64_t>(sizeof(float)));
     params.partial_lse = reinterpret_cast<float*>(static_cast<char*>(params.partial_out) + out_bytes);
   }
-  Launcher::launch(params, variant, static_cast<int>(work_tiles * splits),
+  Launcher::launch(params, variant, static_cast<int>(ctas * splits),
                    limits.fixed_shared_bytes + of_a_stage * params.block_stages, stream);
   if (splits > 1)
     reduce::merge_states({params.partial_out, params.partial_lse, out_rows * keys.head_dim, out_rows, problem.out,

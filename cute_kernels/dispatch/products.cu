@@ -77,7 +77,7 @@ void run(Product const& product, Workspace const& workspace, std::string const& 
       params.out_dtype = product.out_dtype;
       params.scale = product.scale;
       params.vector_stores = stores_vectors(product);
-      auto kernels = Backend::qk_kernels(view.codec);
+      auto kernels = Backend::qk_kernels(view);
       Plan plan = plan_product(product, kernels, 0, device, tuning, params);
       kernels.launcher.launch(params, plan.config, stream);
       return;
@@ -85,7 +85,7 @@ void run(Product const& product, Workspace const& workspace, std::string const& 
     av::Params params{};
     params.vector_loads = loads_vectors(product.dense);
     int row_bytes = product::dense_row_bytes(product.dense.dtype);
-    auto av_kernels = Backend::av_kernels(view.codec);
+    auto av_kernels = Backend::av_kernels(view);
     Plan plan = plan_product(product, av_kernels, row_bytes, device, tuning, params);
     params.output.out = product.out;
     params.output.dtype = view.dtype;

@@ -7,6 +7,7 @@
 #include "cute_kernels/format/codec/codec.hpp"
 #include "cute_kernels/format/codec/scales.hpp"
 #include "cute_kernels/format/tile/bitmap.hpp"
+#include "cute_kernels/format/tile/two_of_four.hpp"
 
 namespace cute_kernels::format {
 
@@ -40,7 +41,8 @@ struct SparseView {
   int padded_head_dim;  // as the tiles hold it: 64, 128 or 256
   int max_tile_rows;    // that a block in this storage may have, bitmap rows included
   CodecId codec;        // how the values are stored
-  Pages pages = {};     // of a pool: batch counts its sequences, tokens those that a sequence can have
+  TileFormatId tile_format = TileFormatId::kBitmap;
+  Pages pages = {};  // of a pool: batch counts its sequences, tokens those that a sequence can have
 
   CUTE_HOST_DEVICE int64_t tiles_per_head() const { return (tokens + kTileTokens - 1) / kTileTokens; }
   CUTE_HOST_DEVICE int64_t heads() const { return int64_t{batch} * kv_heads; }
@@ -72,10 +74,23 @@ struct SparseView {
     return pages.table ? row_offsets[index] : row_offsets[index + 1] - row_offsets[index];
   }
 
-  // In a block of a codec with scales, in the order of scale_index.
+  // In a block of a codec with scales, behind its bitmap or metadata, in the order of scale_index.
   CUTE_HOST_DEVICE uint16_t const* token_scales(uint32_t const* block) const {
     return reinterpret_cast<uint16_t const*>(block + BitmapTile::bitmap_rows(padded_head_dim) * kLanes);
   }
 };
+
+static_assert(BitmapTile::bitmap_rows(kMinHeadDim) == TwoOfFourTile::metadata_rows(kMinHeadDim));  // see token_scales
+
+inline char const* tile_format_name(TileFormatId id) {
+  return id == TileFormatId::kTwoOfFour ? TwoOfFourTile::kName : BitmapTile::kName;
+}
+
+// For kernels of one tile format: std::runtime_error for storage in another. user: who reads it, for the message.
+inline void check_tile_format(SparseView const& view, TileFormatId id, char const* user) {
+  if (view.tile_format != id)
+    throw std::runtime_error(std::string(user) + " has no kernels for the tile format " +
+                             tile_format_name(view.tile_format));
+}
 
 }  // namespace cute_kernels::format

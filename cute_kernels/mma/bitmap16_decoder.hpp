@@ -31,8 +31,8 @@ struct Bitmap16Decoder {
   };
 
   // Where the lane's values begin in one of kParts equal parts of the tile's elements: counts of the words before it.
-  // kAtOnce: words of all parts are loaded side by side, which takes less time where a warp waits for it and more where
-  // others have work meanwhile.
+  // Streams have every other bit, so two words are counted at once. kAtOnce: words of all parts are loaded side by side,
+  // which takes less time where a warp waits for it and more where others have work meanwhile, as when decoding.
   template <int kHeadDim, int kParts, bool kAtOnce = false>
   CUTE_DEVICE static Cursor first(uint32_t lane_column, int part) {
     constexpr int kWords = TileFormat::bitmap_rows(kHeadDim) / kParts;  // of a part
@@ -41,14 +41,14 @@ struct Bitmap16Decoder {
     if constexpr (kParts == 1) return at;
     int low = 0, high = 0;
     if constexpr (kAtOnce) {
-      uint32_t words[(kParts - 1) * kWords];
+      uint32_t words[((kParts - 1) * kWords + 1) / 2 * 2] = {};
       CUTE_UNROLL
       for (int i = 0; i < (kParts - 1) * kWords; ++i)
-        words[i] = i / kWords < part ? ptx::load_shared_u32(lane_column + i * format::kRowBytes) : 0;
+        if (i / kWords < part) words[i] = ptx::load_shared_u32(lane_column + i * format::kRowBytes);
       CUTE_UNROLL
-      for (uint32_t word : words) {
-        low += __popc(word & TileFormat::stream_bits(0));
-        high += __popc(word & TileFormat::stream_bits(1));
+      for (int i = 0; i < (kParts - 1) * kWords; i += 2) {
+        low += __popc(ptx::blend(words[i], words[i + 1] << 1, TileFormat::stream_bits(0)));
+        high += __popc(ptx::blend(words[i], words[i + 1] >> 1, TileFormat::stream_bits(1)));
       }
     } else {
       // A loop is not predicated: loads that no lane makes would take an issue slot at shared memory all the same.

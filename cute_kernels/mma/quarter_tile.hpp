@@ -7,7 +7,7 @@
 namespace cute_kernels::mma {
 
 template <class TileFormat, class Codec, int kHeadDim>
-class TileQuarter {
+class QuarterTile {
  public:
   static constexpr int kParts = 4;
   static constexpr int kWords = TileFormat::bitmap_rows(kHeadDim) / kParts;
@@ -17,7 +17,7 @@ class TileQuarter {
   static constexpr int kWordAtoms = TileFormat::kWordElements / 8;
 
   // block: shared-memory address.
-  CUTE_DEVICE TileQuarter(uint32_t block, int part)
+  CUTE_DEVICE QuarterTile(uint32_t block, int part)
       : column_(block + 4 * (threadIdx.x % 32) + part * kWords * format::kRowBytes),
         at_(Decoder::template first<kHeadDim, kParts, true>(block + 4 * (threadIdx.x % 32), part)) {}
 

@@ -5,7 +5,7 @@
 
 #include "cute_kernels/common/numeric.hpp"
 #include "cute_kernels/format/codec/codec.hpp"
-#include "cute_kernels/format/tile/bitmap.hpp"
+#include "cute_kernels/format/storage.hpp"
 
 namespace cute_kernels::mma {
 
@@ -28,24 +28,38 @@ struct ScaledOperand {
   using Dense = uint16_t;
 };
 
-// Codecs whose kernels are in one object file.
+// Codecs whose kernels are in one object file: of the bitmap format those of 16 bits and narrow ones; all codecs of exactly
+// two of four.
 struct HalfCodecs {};
 struct NarrowCodecs {};
+struct TwoOfFourCodecs {};
 
 template <class Codecs>
-inline constexpr bool kAreNarrow = !std::is_same_v<Codecs, HalfCodecs>;
+inline constexpr bool kAreTwoOfFour = std::is_same_v<Codecs, TwoOfFourCodecs>;
+template <class Codecs>
+inline constexpr bool kHaveFewKernels = !std::is_same_v<Codecs, HalfCodecs>;
 
-// f(codecs) with those that a codec is of.
+// f(codecs) with those that a storage's is of.
 template <class F>
-decltype(auto) visit_codecs(format::CodecId id, F&& f) {
-  return format::is_narrow(id) ? f(NarrowCodecs{}) : f(HalfCodecs{});
+decltype(auto) visit_codecs(format::SparseView const& view, F&& f) {
+  if (view.tile_format == format::TileFormatId::kTwoOfFour) return f(TwoOfFourCodecs{});
+  return format::is_narrow(view.codec) ? f(NarrowCodecs{}) : f(HalfCodecs{});
 }
 
 // Calls f(operand) with what kernels of CC 8.x and 9.0 are instantiated for: a codec of Codecs.
 template <class Codecs, class F>
 decltype(auto) visit_stored_operand(format::CodecId codec, F&& f) {
-  using format::BitmapTile;
-  if constexpr (!kAreNarrow<Codecs>) {
+  using format::BitmapTile, format::TwoOfFourTile;
+  if constexpr (kAreTwoOfFour<Codecs>) {
+    return format::visit_codec(codec, [&](auto of) -> decltype(auto) {
+      using Codec = decltype(of);
+      if constexpr (Codec::kHasScales)
+        return f(ScaledOperand<TwoOfFourTile, Codec>{});
+      else
+        return f(StoredOperand<TwoOfFourTile, Codec,
+                               std::conditional_t<Codec::kId == format::CodecId::kFp16, half_t, bfloat16_t>>{});
+    });
+  } else if constexpr (!kHaveFewKernels<Codecs>) {
     if (codec == format::CodecId::kFp16) return f(StoredOperand<BitmapTile, format::Fp16Codec, half_t>{});
     return f(StoredOperand<BitmapTile, format::Bf16Codec, bfloat16_t>{});
   } else {

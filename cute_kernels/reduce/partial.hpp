@@ -11,6 +11,7 @@
 
 #include "cute_kernels/common/numeric.hpp"
 #include "cute_kernels/format/tile/bitmap.hpp"
+#include "cute_kernels/schedule/packed_queries.hpp"
 #include "cute_kernels/schedule/params.hpp"
 
 namespace cute_kernels::reduce {
@@ -53,6 +54,8 @@ struct Output {
   uint8_t const* channel_order;  // of the values; with order_heads, see format::SparseView
   int order_heads;
   int head_dim;
+  schedule::PackedQueries packed;    // of query tokens; out and lse are then as of one row of the batch
+  cutlass::FastDivmod query_tokens;  // packed: query row of a KV head -> (query head of the group, query token)
   PartialVectors vectors;
   void* partials;         // as many as place_partials says; null with splits_per_work_tile
   int summed_splits;      // of a CTA, which stores the sum of their partials; 0: it stores each
@@ -123,6 +126,7 @@ class OutputElement {
     int row = 8 * n + row_of_block;
     exists_ = row < work_tile.rows;
     row_ = (int64_t{work_tile.row} * schedule.kv_heads + work_tile.kv_head) * schedule.rows + work_tile.first_row + row;
+    if (output.packed.starts) find_packed(schedule, output, work_tile, work_tile.first_row + row);
   }
 
   // Null if there is no such row or channel, or no LSE is wanted.
@@ -136,6 +140,17 @@ class OutputElement {
   int channel_;
   int64_t row_;
   bool exists_;
+
+  // row: of the KV head.
+  CUTE_DEVICE void find_packed(schedule::Params const& schedule, Output const& output,
+                               schedule::WorkTile const& work_tile, int row) {
+    int head, token, most = output.query_tokens.divisor, group = schedule.rows / most;
+    output.query_tokens(head, token, row);
+    schedule::QueryTokens tokens = output.packed.of_row(work_tile.row, most);
+    token = output.packed.position(tokens, token, most);
+    exists_ &= token >= tokens.first;
+    row_ = (int64_t{work_tile.kv_head} * group + head) * output.packed.tokens + token;
+  }
 };
 
 }  // namespace cute_kernels::reduce

@@ -17,6 +17,7 @@ from profiling.generation import graphs
 SIDES = ("dense", "sparse", "static-graph", "flashinfer-graph", "sparse-graph", "sparse-loop-graph")
 SDPA = ("default", "no-cudnn")
 WARM_UP_PROMPT, WARM_UP_TOKENS = 256, 6
+LOOKUP_PERIOD = 128  # tokens after which a prompt repeats itself, with prompt lookup
 FILL = 0.97  # share of the device's memory that a largest batch may be expected to take
 BACK_OFF = 0.95  # of a batch that turned out not to fit
 ATTEMPTS = 8
@@ -33,7 +34,8 @@ class Side:
     window: int = 32
     sdpa: str = "default"  # of SDPA: torch's own choice of a backend, or that without cuDNN
     mesh: Any = None  # DeviceMesh over which sparse caches are spread
-    chunk: int | None = None  # tokens of a prompt that a pass takes, of sides with a loop of our own; None: all
+    chunk: int | None = None  # tokens of a prompt that a pass takes; None: all
+    lookup: int | None = None  # tokens that prompt lookup proposes for a step; None: none
 
     @property
     def sparse(self) -> bool:
@@ -43,9 +45,12 @@ class Side:
     def graph(self) -> bool:
         return self.name.endswith("-graph")
 
-    def generate(self, model: Any, ids: torch.Tensor, new_tokens: int, clock: Any) -> Any:
-        """Generates greedily; returns the cache. The clock's `put` gets the prompts, then every step's tokens."""
-        cache = self._cache(model, ids.shape[1] + new_tokens)
+    def generate(self, model: Any, ids: torch.Tensor, new_tokens: int, clock: Any, cache: Any = None) -> Any:
+        """Generates greedily; returns the cache. The clock's `put` gets the prompts, then every step's tokens.
+
+        cache: holds the first of ids already, with room for all; None: a new one.
+        """
+        cache = self.cache(model, ids.shape[1] + new_tokens) if cache is None else cache
         with _backends(self.sdpa):
             if self.name == "flashinfer-graph":
                 from profiling.generation import flashinfer
@@ -61,14 +66,17 @@ class Side:
                     max_new_tokens=new_tokens,
                     streamer=clock,
                     past_key_values=cache,
+                    **({} if self.chunk is None else {"prefill_chunk_size": self.chunk}),
+                    **({} if self.lookup is None else {"prompt_lookup_num_tokens": self.lookup}),
                 )
         return cache
 
     def check(self, model: Any, capacity: int) -> None:
         """Raises what the side's cache says about the model or the options, before anything is measured."""
-        self._cache(model, capacity)
+        self.cache(model, capacity)
 
-    def _cache(self, model: Any, capacity: int) -> Any:
+    def cache(self, model: Any, capacity: int) -> Any:
+        """An empty one for so many tokens."""
         from transformers import DynamicCache, StaticCache
 
         if self.sparse:
@@ -129,9 +137,11 @@ class _Clock:
 
     def __init__(self) -> None:
         self.times: list[float] = []
+        self.tokens: list[int] = []  # of all sequences
 
     def put(self, tokens: torch.Tensor) -> None:
         self.times.append(time.perf_counter())
+        self.tokens.append(tokens.numel())
 
     def end(self) -> None:
         pass
@@ -145,27 +155,45 @@ def kv_bytes(cache: Any) -> int:
 
 
 @torch.inference_mode()
-def run(model: Any, side: Side, batch: int, prompt: int, new_tokens: int, seed: int) -> Result:
-    """One batch of random prompts. Raises torch.cuda.OutOfMemoryError if it does not fit."""
+def run(model: Any, side: Side, batch: int, prompt: int, new_tokens: int, seed: int, turn: int = 0) -> Result:
+    """One batch of random prompts, of as many times the same tokens as prompt lookup needs to find some.
+
+    turn: tokens of a second prompt behind the first: what is timed begins with them, once a cache holds the first.
+
+    Raises torch.cuda.OutOfMemoryError if it does not fit.
+    """
     device = model.device
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(0, model.config.vocab_size, (batch, prompt), generator=generator).to(device)
+    ids = torch.randint(0, model.config.vocab_size, (batch, prompt + turn), generator=generator)
+    if side.lookup is not None:
+        ids = ids[:, : LOOKUP_PERIOD].repeat(1, -(-ids.shape[1] // LOOKUP_PERIOD))[:, : ids.shape[1]]
+    ids = ids.to(device)
+
+    def generate(prompt: int, turn: int, new_tokens: int) -> tuple[Any, _Clock, float]:
+        """The cache, the clock, and when it started."""
+        cache = None
+        if turn:
+            cache = side.cache(model, prompt + turn + new_tokens)
+            side.generate(model, ids[:, :prompt], 1, _Clock(), cache)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        clock, start = _Clock(), time.perf_counter()
+        return side.generate(model, ids[:, : prompt + turn], new_tokens, clock, cache), clock, start
+
     try:
-        side.generate(model, ids[:, :WARM_UP_PROMPT], WARM_UP_TOKENS, _Clock())
+        generate(min(prompt, WARM_UP_PROMPT), turn and min(turn, WARM_UP_PROMPT), WARM_UP_TOKENS)
         _settle(device)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        clock = _Clock()
-        start = time.perf_counter()
-        cache = side.generate(model, ids, new_tokens, clock)
+        cache, clock, start = generate(prompt, turn, new_tokens)
         first, last = clock.times[1], clock.times[-1]
         steps = [b - a for a, b in zip(clock.times[1:], clock.times[2:])]
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
         return Result(
             1e3 * (first - start),
             1e3 * statistics.median(steps),
-            batch * len(steps) / (last - first),
-            batch * new_tokens / (last - start),
+            sum(clock.tokens[2:]) / (last - first),
+            sum(clock.tokens[1:]) / (last - start),
             peak,
             kv_bytes(cache),
             type(cache).__name__,
@@ -195,7 +223,7 @@ def largest_batch(peaks: dict[int, int], usable: int) -> int:
 
 
 def run_largest(
-    model: Any, side: Side, peaks: dict[int, int], prompt: int, new_tokens: int, seed: int
+    model: Any, side: Side, peaks: dict[int, int], prompt: int, new_tokens: int, seed: int, turn: int = 0
 ) -> tuple[int, Result]:
     """(batch, result) of the largest batch that fits; smaller ones are tried where the expected one does not.
 
@@ -204,7 +232,7 @@ def run_largest(
     batch = largest_batch(peaks, usable_bytes(model.device))
     for _ in range(ATTEMPTS):
         try:
-            return batch, run(model, side, batch, prompt, new_tokens, seed)
+            return batch, run(model, side, batch, prompt, new_tokens, seed, turn)
         except torch.cuda.OutOfMemoryError:
             _settle(model.device)
             tried, batch = batch, max(1, int(BACK_OFF * batch))

@@ -28,6 +28,13 @@ OF_A_RUN = (
 )
 
 
+# What rows beside each other have in common.
+OF_A_CASE = (
+    *("model", "prompt", "new_tokens", "dtype", "device", "isa", "mesh"),
+    *("turn", "chunk", "lookup", "largest"),
+)
+
+
 @dataclass(frozen=True)
 class Row:
     """One batch, generated once or a few times: times and speeds are medians."""
@@ -66,6 +73,9 @@ class Row:
     highest_tokens_per_s: float | None = None
     isa: str = ""  # CPU only: the instruction set of the kernels, such as "avx512bf16"
     mesh: str = ""  # such as "tp=2,cp=2": processes, of which the first one's bytes are noted
+    turn: int = 0  # tokens of a second prompt, from which on times count: the first is in the cache
+    chunk: int = 0  # tokens of a prompt that a pass takes; 0: all
+    lookup: int = 0  # tokens that prompt lookup proposes for a step
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -83,6 +93,9 @@ class Row:
             self.device,
             self.isa,
             self.mesh,
+            self.turn,
+            self.chunk,
+            self.lookup,
             self.largest,
             None if self.largest else self.batch,
         )
@@ -99,9 +112,7 @@ def dense_beside(row: Row, rows: Sequence[Row]) -> list[Row]:
         for other in rows
         if other.side in wanted
         and (row.largest or other.batch == row.batch)
-        and (other.model, other.prompt, other.new_tokens, other.dtype, other.device, other.isa, other.mesh)
-        == (row.model, row.prompt, row.new_tokens, row.dtype, row.device, row.isa, row.mesh)
-        and other.largest == row.largest
+        and all(getattr(other, name) == getattr(row, name) for name in OF_A_CASE)
     ]
 
 
@@ -144,7 +155,9 @@ def table_of(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     unit = units.size(row.kv_bytes for row in rows)
     columns: dict[str, Callable[[Row], str]] = {
         "model": lambda row: row.model,
-        "prompt + new": lambda row: f"{row.prompt} + {row.new_tokens}",
+        "prompt + new": lambda row: " + ".join(map(str, filter(None, (row.prompt, row.turn, row.new_tokens)))),
+        "chunk": lambda row: str(row.chunk or ""),
+        "lookup": lambda row: str(row.lookup or ""),
         "batch": lambda row: f"{row.batch}" + (" (largest)" if row.largest else ""),
         "cache": cache_name,
         "mesh": lambda row: row.mesh,
@@ -190,7 +203,9 @@ def markdown(rows: Sequence[Row]) -> str:
             "token, in a loop without `generate`; of dense caches with a StaticCache, or with pages that FlashInfer's "
             "kernel reads, whose plan is made on the host before each step. graphs=True: `generate` with "
             "SparseKVCache(graphs=True). Sdpa without cuDNN: torch may prefer cuDNN, which makes a plan for "
-            "every new length of the keys."
+            "every new length of the keys. Three numbers of prompt + new: the first prompt is in the cache, and times "
+            "count from the second on. Chunk: tokens of a prompt that a pass takes. Lookup: tokens that prompt lookup "
+            f"proposes for a step, of prompts that repeat themselves; a step may give several."
         ),
         "",
     ]

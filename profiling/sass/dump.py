@@ -40,13 +40,14 @@ class Code:
     counts: Counter[str] = field(default_factory=Counter)
     instructions: int = 0
     waited: int = 0  # HGMMAs followed by a wait for all of them
-    decoder_end: int = 0  # bytes of code up to the end of the last IDP, the decoder's own instruction
+    # Bytes of code up to the end of the last IDP, the decoder's own instruction, or of the last sparse MMA.
+    decoder_end: int = 0
     _open: bool = False  # an HGMMA was the last of HGMMAs and waits
 
     def add(self, address: int, opcode: str, operands: str) -> None:
         name = opcode.split(".")[0]
         self.instructions += name != "NOP"
-        if name == "IDP":
+        if name == "IDP" or opcode.startswith("HMMA.SP"):
             self.decoder_end = address + _INSTRUCTION_BYTES
         if name in COUNTED:
             self.counts[name] += 1

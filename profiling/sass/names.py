@@ -49,6 +49,9 @@ def short_name(symbol: str) -> str:
     text = re.sub(r"\b(?!sm\d+::)[A-Za-z_]\w*::", "", text.removeprefix("void ")).replace(" ", "")
     text = re.sub(r"StoredOperand<BitmapTile,(?:Fp16|Bf16)Codec,(\w+)>", r"\1", text)  # the codec says no more
     text = re.sub(r"ScaledOperand<BitmapTile,(\w+)Codec,(\w+)>", lambda of: f"{of[1].lower()}-{of[2]}", text)
+    text = re.sub(
+        r"(?:Stored|Scaled)Operand<TwoOfFourTile,(\w+)Codec(?:,\w+)?>", lambda of: f"2of4-{of[1].lower()}", text
+    )
     name, arguments = _split(text)
     said: list[str] = []
     for argument in arguments:

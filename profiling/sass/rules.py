@@ -6,6 +6,7 @@
   copies in bulk and multiplies with WGMMAs of 64 x N x 16 whose A operand is in registers and which ptxas did not
   serialize (its notes C75xx).
 * What copies in bulk takes p of sparse_av by tensor copies (UTMALDG).
+* What multiplies tiles of exactly two of four, attention too, does so by sparse tensor cores (HMMA.SP.16832).
 * prefill_kernel copies in bulk and multiplies with WGMMAs of 64 x N x 16, which ptxas did not serialize.
 """
 
@@ -38,6 +39,11 @@ def is_sm90(kernel: Kernel) -> bool:
     return kind(kernel) in ("warps", "warpgroups")
 
 
+def is_two_of_four(kernel: Kernel) -> bool:
+    """Whether it multiplies tiles of exactly two of four, by sparse tensor cores."""
+    return "2of4-" in kernel.name
+
+
 def violations(kernels: Iterable[Kernel]) -> list[str]:
     """A line for each rule that a kernel breaks."""
     return [f"{kernel.key} ({kernel.source}): {line}" for kernel in kernels for line in _broken(kernel)]
@@ -54,6 +60,8 @@ def _broken(kernel: Kernel) -> list[str]:
         )
     if is_product(kernel):
         lines += _broken_product(kernel)
+    elif is_two_of_four(kernel):
+        lines += _broken_mma(kernel)
     if PREFILL.match(kernel.name):
         lines += _broken_prefill(kernel)
     return lines
@@ -88,8 +96,9 @@ def _broken_bulk(kernel: Kernel) -> list[str]:
 
 def _broken_mma(kernel: Kernel) -> list[str]:
     counts, lines = kernel.code.counts, []
-    if not any(name.startswith("HMMA.16816.F32") for name in counts):
-        lines.append("no HMMA.16816.F32")
+    mma = "HMMA.SP.16832.F32" if is_two_of_four(kernel) else "HMMA.16816.F32"
+    if not any(name.startswith(mma) for name in counts):
+        lines.append(f"no {mma}")
     if counts["HGMMA"]:
         lines.append(f"{counts['HGMMA']} HGMMA where warps multiply")
     return lines

@@ -14,7 +14,7 @@ HEADER = ("users", "attention", "tokens/s", "under way", "cache in use, GiB", "f
 
 
 def table_block(rows: Sequence[Row], link: str) -> str:
-    """The sentence and the table of the newest run's rows; link: to all.
+    """The sentence and the table of the newest sparse row of each load, and of dense ones beside them; link: to all.
 
     Raises:
         ReadmeError: there is no sparse row beside a dense one.
@@ -23,8 +23,10 @@ def table_block(rows: Sequence[Row], link: str) -> str:
     if not compared:
         raise ReadmeError("no sparse row beside a dense one: python -m profiling.serving_load measures them")
     first = max(compared, key=lambda row: row.timestamp)
-    run = [row for row in rows if (row.timestamp, row.command) == (first.timestamp, first.command)]
-    loads = sorted((row for row in run if row.users), key=lambda row: (row.users, row.side in DENSE))
+    alike = [row for row in rows if (row.load[2:], row.sparsity) == (first.load[2:], first.sparsity)]
+    newest = {(row.side, row.users): row for row in sorted(alike, key=lambda row: row.timestamp)}
+    run = list(newest.values())
+    loads = sorted((row for row in run if row.users), key=lambda row: (row.users, row.side in DENSE, row.side))
     prefix = {row.side: row for row in run if not row.users}
     sentence = (
         f"On one {first.device.removeprefix('NVIDIA ')}, the shape of {first.model}, random weights, bfloat16, torch "

@@ -53,15 +53,20 @@ class Row:
     command: str
 
     @property
+    def load(self) -> tuple[object, ...]:
+        """What was served, by either side."""
+        sizes = self.model, self.prompt, self.answer, self.spread, self.longest, self.memory, self.under_way_at_most
+        what = self.step_tokens, self.device, self.isa, self.torch, self.transformers
+        return self.users, self.prefix if not self.users else 0, *sizes, *what
+
+    @property
     def case(self) -> tuple[object, ...]:
         """What was measured, at which state."""
-        sizes = self.model, self.prompt, self.answer, self.spread, self.longest, self.memory, self.under_way_at_most
-        what = self.step_tokens, self.sparsity, self.device, self.isa, self.commit
-        return self.side, self.users, self.prefix if not self.users else 0, *sizes, *what
+        return self.side, self.sparsity, self.commit, *self.load
 
     def beside(self, rows: Sequence[Row]) -> list[Row]:
-        """The dense rows of the same load."""
-        return [r for r in rows if r.side in DENSE and r.case[1:] == self.case[1:]]
+        """The dense rows of the same load; of any state, as they are none of our code."""
+        return [r for r in rows if r.side in DENSE and r.load == self.load]
 
 
 def ratio(row: Row, rows: Sequence[Row], field: str) -> float | None:

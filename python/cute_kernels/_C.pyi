@@ -55,6 +55,12 @@ class format:
     @staticmethod
     def element_table(role: int, padded_head_dim: int) -> list[int]: ...
     @staticmethod
+    def two_of_four_rows(padded_head_dim: int, codec: int) -> int: ...
+    @staticmethod
+    def two_of_four_groups(role: int, padded_head_dim: int) -> list[list[int]]: ...
+    @staticmethod
+    def two_of_four_place(group: int, index: int, codec: int) -> tuple[int, int]: ...
+    @staticmethod
     def stream_of(role: int, token_group: int, channel_class: int) -> tuple[int, int]: ...
 
 class SparseView:
@@ -73,6 +79,7 @@ class SparseView:
         tokens: int,
         head_dim: int,
         max_tile_rows: int,
+        tile_format: int = ...,
     ) -> None: ...
     @staticmethod
     def paged(
@@ -94,6 +101,7 @@ class SparseView:
         slot_rows: int,
         rows_before: int,
         shares_orders: bool = ...,
+        tile_format: int = ...,
     ) -> SparseView: ...
 
 class Pool:
@@ -126,6 +134,20 @@ class cpu:
         pruned: int,
         threads: int,
     ) -> None: ...
+    @staticmethod
+    def select_two_of_four(
+        x: int,
+        strides: Sequence[int],
+        batch: int,
+        kv_heads: int,
+        tokens: int,
+        head_dim: int,
+        dtype: int,
+        role: int,
+        channel_order: int,
+        masks: int,
+        threads: int,
+    ) -> int: ...
     @staticmethod
     def channel_scales(
         x: int,
@@ -319,14 +341,7 @@ class cuda:
     def decompress(view: SparseView, out: int, stream: int) -> None: ...
     class Windows:
         def __init__(
-            self,
-            keys: int,
-            values: int,
-            lengths: int,
-            arrivals: int,
-            capacity: int,
-            recent: int,
-            stores_full: bool,
+            self, keys: int, values: int, lengths: int, arrivals: int, capacity: int, recent: int, stores_full: bool
         ) -> None: ...
 
     @staticmethod

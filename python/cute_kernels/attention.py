@@ -172,10 +172,10 @@ def run(
 
 def _run_op(*inputs: Any, **results: Any) -> tuple[Tensor, Tensor | None]:
     """inputs: as _ARGUMENTS declares them."""
-    q, *packed = inputs[:9]
-    k_window, v_window, seq_lens, tokens, *options = inputs[9:]
-    keys = arguments.unpack(packed[:4], "key", tokens, q.shape[3])
-    values = arguments.unpack(packed[4:], "value", tokens, q.shape[3])
+    q, *packed = inputs[:11]
+    k_window, v_window, seq_lens, tokens, *options = inputs[11:]
+    keys = arguments.unpack(packed[:5], "key", tokens, q.shape[3])
+    values = arguments.unpack(packed[5:], "value", tokens, q.shape[3])
     return run(q, keys, values, k_window, v_window, seq_lens, *options, **results)
 
 

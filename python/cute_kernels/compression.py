@@ -14,12 +14,13 @@ from torch import Tensor
 
 from cute_kernels import rules
 from cute_kernels._runtime import checks, gradients, ops
+from cute_kernels._runtime.extension import TILE_FORMATS
 from cute_kernels._runtime.launching import address, compression_kernels
-from cute_kernels._storage import arguments, steps
+from cute_kernels._storage import arguments, steps, two_of_four
 from cute_kernels._storage.checks import check_preallocated, chosen_codec
 from cute_kernels._storage.compressor import Cache, compress_caches
-from cute_kernels._storage.storage import Storage
-from cute_kernels.rules import Magnitude, Rule
+from cute_kernels._storage.storage import BITMAP, TWO_OF_FOUR, Storage
+from cute_kernels.rules import Magnitude, Rule, TwoOfFour
 from cute_kernels.sparse_kv import SparseKV, from_storage, storage_of
 
 
@@ -37,8 +38,9 @@ def prune(
     sparsity: share of every token's D elements to drop, 0 to 1: keeps floor(D * (1 - sparsity) + 1e-6), at least 1.
     keep: how many elements of every token to keep, 1 to D. With neither, every nonzero is kept.
     method: "magnitude", per token: the `keep` largest |x|, ties to the lower channel. NaN is larger than everything.
-        Or another rule of `cute_kernels.rules`, by its name or, where it takes inputs, itself.
-    role: "key" or "value", for rules that tell them apart.
+        Or another rule of `cute_kernels.rules`, by its name or, where it takes inputs, itself. "2of4", two of every
+        four neighbours, takes neither sparsity nor keep.
+    role: "key" or "value", for rules that tell them apart; None: as a key for "2of4" and "magnitude-2of4".
 
     Returns a contiguous tensor like x, with +0 for what is dropped and for -0.0. It has no gradient: a backward pass
     through it raises RuntimeError.
@@ -55,7 +57,7 @@ def prune(
     if role is not None:
         checks.role(role)
     x = checks.dense_cache(x, "x")
-    kept = checks.kept_elements(x.shape[3], sparsity, keep)
+    kept = _kept(rule, x.shape[3], sparsity, keep)
     if kept and not isinstance(rule, Magnitude):
         return rule.prune(x, kept, role)
     return _prune(x, kept) if ops.eager(x) else _PRUNE(x, kept)
@@ -69,6 +71,7 @@ def compress(
     keep: int | None = None,
     method: str | Rule = "magnitude",
     codec: str | None = None,
+    tile_format: str | None = None,
     out: SparseKV | None = None,
 ) -> SparseKV:
     """Prunes and compresses a K or V cache.
@@ -79,6 +82,10 @@ def compress(
         preallocated for. "fp8" (OCP FP8 E4M3), "int8", "int4": rounded after pruning to the nearest number, ties to
         even, relative to a scale a token and one a channel, which the first 512 tokens of x decide (docs/format.md).
         What is kept does not depend on it. "fp8" stores NaN, none of the three infinity.
+    tile_format: where the values are. "bitmap" takes every pattern. "two_of_four" is smaller and faster to multiply; it
+        takes rule "2of4", or a cache that has the pattern already: at most two nonzeros in every four neighbouring
+        channels of keys, or tokens of values, as they lie in memory, with method "magnitude" and neither sparsity nor
+        keep. None: "two_of_four" for rule "2of4", unless out is given, else "bitmap".
     out: a cache from `SparseKV.preallocate` to fill and return, like x in shape, dtype and device, of the same role
         and codec, and preallocated for at least as many elements a token.
 
@@ -90,20 +97,22 @@ def compress(
     A rule that may keep more than `keep` elements of a token (`Rule.per_token` False) needs an `out` preallocated for
     every nonzero.
 
-    Raises what `prune` raises; TypeError or ValueError for a wrong codec, or if out does not fit x; ValueError for
+    Raises what `prune` raises; TypeError or ValueError for a wrong codec or tile_format, if out does not fit x, or x
+    does not have the pattern that "two_of_four" needs; ValueError for
     values that the codec cannot store, which with out on a GPU comes when the content's size is next looked at; without
     out, ValueError if the storage would exceed 2^31 rows of 128 bytes.
     """
     checks.role(role)
     rule = rules.resolve(method)
     x = checks.dense_cache(x, "x")
-    kept = checks.kept_elements(x.shape[3], sparsity, keep)
+    kept = _kept(rule, x.shape[3], sparsity, keep)
     memory = None
     if out is not None:
         memory = storage_of(out, "out", role)
         check_preallocated(memory, "out", x, "x", _stored(rule, kept))
     chosen = _codec(codec, "codec", x, memory)
-    (storage,) = _compress([_cache(x, role, rule, kept, chosen, memory)])
+    form = _tile_format(tile_format, rule, kept, memory)
+    (storage,) = _compress([_cache(x, role, rule, kept, chosen, form, memory)])
     return from_storage(storage) if out is None else out
 
 
@@ -119,6 +128,7 @@ def compress_kv(
     codec: str | None = None,
     key_codec: str | None = None,
     value_codec: str | None = None,
+    tile_format: str | None = None,
     out: tuple[SparseKV, SparseKV] | None = None,
 ) -> tuple[SparseKV, SparseKV]:
     """Prunes and compresses both caches of a layer, which then share one order of tokens per tile.
@@ -127,6 +137,7 @@ def compress_kv(
     sparsity or keep: for both caches. key_keep, value_keep: for one of them, in place of that.
     method: as for `prune`; a tuple of two: one for keys, one for values.
     codec: as for `compress`, for both caches. key_codec, value_codec: for one of them, in place of `codec`.
+    tile_format: as for `compress`, for both caches.
     out: (keys, values) to fill and return, each as `compress` takes it.
 
     Returns (keys, values). Raises what `compress` raises; the message says which cache is meant.
@@ -138,9 +149,11 @@ def compress_kv(
         raise ValueError(f"v must have the shape of k, {tuple(k.shape)}, got {tuple(v.shape)}")
     checks.device(v.device, "v", k.device, "k")
     head_dim = k.shape[3]
-    both = checks.kept_elements(head_dim, sparsity, keep)
-    kept_k = both if key_keep is None else checks.kept_elements(head_dim, None, key_keep, "key_keep")
-    kept_v = both if value_keep is None else checks.kept_elements(head_dim, None, value_keep, "value_keep")
+    checks.kept_elements(head_dim, sparsity, keep)
+    kept_k, kept_v = (
+        _kept(rule, head_dim, sparsity, keep) if own is None else _kept(rule, head_dim, None, own, name)
+        for rule, own, name in ((key_rule, key_keep, "key_keep"), (value_rule, value_keep, "value_keep"))
+    )
     memory_k = memory_v = None
     if out is not None:
         out_k, out_v = checks.pair(out, "out")
@@ -153,11 +166,20 @@ def compress_kv(
     )
     keys, values = _compress(
         [
-            _cache(k, "key", key_rule, kept_k, codec_k, memory_k),
-            _cache(v, "value", value_rule, kept_v, codec_v, memory_v),
+            _cache(x, role, rule, kept, chosen, _tile_format(tile_format, rule, kept, memory), memory)
+            for x, role, rule, kept, chosen, memory in (
+                (k, "key", key_rule, kept_k, codec_k, memory_k),
+                (v, "value", value_rule, kept_v, codec_v, memory_v),
+            )
         ]
     )
     return (from_storage(keys), from_storage(values)) if out is None else (out[0], out[1])
+
+
+def _kept(rule: Rule, head_dim: int, sparsity: Any, keep: Any, name: str = "keep") -> int:
+    """What the rule is to keep of every D elements; 0: every nonzero."""
+    kept = checks.kept_elements(head_dim, sparsity, keep, name)
+    return rule.checked_kept(kept, head_dim, name if sparsity is None else "sparsity")
 
 
 def _codec(codec: Any, name: str, x: Tensor, out: Storage | None) -> str:
@@ -178,8 +200,29 @@ def _stored(rule: Rule, kept: int) -> int:
     return kept if rule.per_token else 0
 
 
-def _cache(x: Tensor, role: str, rule: Rule, kept: int, codec: str, out: Storage | None) -> Cache:
+def _tile_format(given: Any, rule: Rule, kept: int, out: Storage | None) -> str:
+    """The tile format to compress into. Raises TypeError or ValueError for a wrong one, and one that does not go with
+    the rule or with `out`."""
+    if given is None:
+        return TWO_OF_FOUR if isinstance(rule, TwoOfFour) and out is None else BITMAP
+    if not isinstance(given, str):
+        raise TypeError(f"tile_format must be a str or None, got {type(given).__name__}")
+    if given not in TILE_FORMATS:
+        raise ValueError(f"tile_format must be one of {', '.join(map(repr, TILE_FORMATS))} or None, got {given!r}")
+    if given == TWO_OF_FOUR and out is not None:
+        raise ValueError(f"tile_format must be {BITMAP!r} or None with out, got {given!r}")
+    if given == TWO_OF_FOUR and not isinstance(rule, TwoOfFour) and not (isinstance(rule, Magnitude) and kept == 0):
+        raise ValueError(
+            f"tile_format {given!r} goes with method '2of4', or with 'magnitude' without sparsity and keep for a cache "
+            f"that has the pattern already, not with method {rule.name!r}{f' that keeps {kept}' if kept else ''}"
+        )
+    return given
+
+
+def _cache(x: Tensor, role: str, rule: Rule, kept: int, codec: str, tile_format: str, out: Storage | None) -> Cache:
     """What the kernels have to compress: x and how much to keep, or x as the rule leaves it."""
+    if tile_format == TWO_OF_FOUR:
+        return Cache(x, role, kept, codec, out, tile_format)
     if kept == 0 or isinstance(rule, Magnitude):
         return Cache(x, role, kept, codec, out)
     stored = 0 if out is None else _stored(rule, kept)  # without out, exactly what the rule left is stored
@@ -191,14 +234,14 @@ def _compress(caches: list[Cache]) -> list[Storage]:
     outs = [cache.out for cache in caches if cache.out is not None]
     tensors = [cache.x for cache in caches] + [tensor for out in outs for tensor in out.tensors().values()]
     if ops.eager(*tensors):
-        return compress_caches(caches)
+        return _compress_eagerly(caches)
     if not outs:
         if ops.recorded():
             raise RuntimeError(
                 "compress and compress_kv without out= make storage whose size depends on the content: in "
                 "torch.compile, a tracer, FakeTensorMode or torch.func.functionalize pass out=SparseKV.preallocate(...)"
             )
-        return compress_caches(caches)
+        return _compress_eagerly(caches)
     arguments_of = [(cache.role, cache.kept, cache.codec, *_memory(out)) for cache, out in zip(caches, outs)]
     if len(caches) == 1:
         _COMPRESS(caches[0].x, *arguments_of[0])
@@ -206,6 +249,19 @@ def _compress(caches: list[Cache]) -> list[Storage]:
         (_, *of_keys), (_, *of_values) = arguments_of
         _COMPRESS_KV(caches[0].x, caches[1].x, *of_keys, *of_values)
     return outs
+
+
+def _compress_eagerly(caches: list[Cache]) -> list[Storage]:
+    if all(cache.tile_format == BITMAP for cache in caches):
+        return compress_caches(caches)
+    results: list[Storage] = []
+    for cache in caches:
+        if cache.tile_format == BITMAP:
+            results += compress_caches([cache])
+            continue
+        shared = next((of.token_order for of in results if of.tile_format == TWO_OF_FOUR), None)
+        results.append(two_of_four.compress_cache(cache, cache.kept == 0, shared))
+    return results
 
 
 def decompress(kv: SparseKV) -> Tensor:
@@ -244,7 +300,7 @@ def _memory(out: Storage) -> tuple[list[Tensor], int]:
 
 def _into(x: Tensor, role: str, kept: int, codec: str, memory: list[Tensor], max_tile_rows: int) -> Cache:
     *tensors, totals = memory
-    storage = arguments.unpack((tensors, max_tile_rows, codec, x.dtype), role, *x.shape[2:])
+    storage = arguments.unpack((tensors, max_tile_rows, codec, BITMAP, x.dtype), role, *x.shape[2:])
     storage.totals = totals
     return Cache(checks.plain(x), role, kept, codec, storage)
 
@@ -273,7 +329,14 @@ def _decompress_op(*packed: Any) -> Tensor:
 
 
 def _decompress_fake(
-    cache: list[Tensor], max_tile_rows: int, codec: str, dtype: torch.dtype, role: str, tokens: int, head_dim: int
+    cache: list[Tensor],
+    max_tile_rows: int,
+    codec: str,
+    tile_format: str,
+    dtype: torch.dtype,
+    role: str,
+    tokens: int,
+    head_dim: int,
 ) -> Tensor:
     blocks, _, _, channel_order, *_ = cache
     return blocks.new_empty((*channel_order.shape[:2], tokens, head_dim), dtype=dtype)

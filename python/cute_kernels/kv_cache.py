@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cute_kernels._attention import packed as packed_queries
 from cute_kernels._cache import checks as cache_checks
 from cute_kernels._cache import ops as cache_ops
 from cute_kernels._cache.config import config
@@ -168,6 +169,8 @@ class KVCache(CacheRows):
         key_tiles_trimmed, key_values_dropped, value_tiles_trimmed, value_values_dropped: since the cache was made,
             tiles that exceeded their slots, and nonzeros that they lost.
         key_values_refused, value_values_refused: since then, nonzeros that the codec could not store as they were.
+        key_values_constrained, value_values_constrained: nonzeros that rule "magnitude" would have kept, as many a
+            token, and that "2of4" or "magnitude-2of4" could not.
         """
         core = self._core
         core.refresh("statistics")
@@ -250,12 +253,21 @@ class KVCache(CacheRows):
         return_lse: bool = False,
         out: Tensor | None = None,
         sequences: Sequence[int] | Tensor | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        max_seqlen_q: int | None = None,
         backend: str = "auto",
     ) -> Tensor | tuple[Tensor, Tensor]:
         """softmax(scale * q K^T) V over everything that a sequence holds, query head h meeting KV head h // (Hq / Hkv).
 
         q: (B, Hq, Sq, D) of the cache's dtype, on its device, any strides but 1 in the last dimension. The Sq queries
             are those of the Sq newest tokens, which have been appended before.
+        cu_seqlens_q: int32 (B + 1), contiguous: sequences differ in how many queries they have. q is then
+            (1, Hq, total, D), out like it, and those of the i-th sequence are q[0, :, cu_seqlens_q[i] :
+            cu_seqlens_q[i + 1]]; q of FlashAttention's layout (total, Hq, D) is q.transpose(0, 1)[None]. On the cpu the
+            numbers are checked: they rise from 0 to total, and no sequence has more queries than tokens. On the
+            cache's device they are not read on the host; whatever they are, nothing is read or written out of bounds,
+            and what no sequence has is undefined in out and lse.
+        max_seqlen_q: the most queries of one sequence; needed with cu_seqlens_q on a GPU, where none has more.
         scale: finite; None: 1 / sqrt(D).
         causal: query i sees all tokens but the Sq - 1 - i newest. False: every query sees every token.
         return_lse: return (out, lse) with lse (B, Hq, Sq) float32, the natural logarithm of the sum of exponentials.
@@ -274,6 +286,8 @@ class KVCache(CacheRows):
                 "causal": causal,
                 "return_lse": return_lse,
                 "sequences": sequences,
+                "cu_seqlens_q": cu_seqlens_q,
+                "max_seqlen_q": max_seqlen_q,
                 "backend": backend,
             }
             return gradients.without_gradient("KVCache.attend", lambda q: self.attend(q, **keywords), q, out=out)
@@ -285,8 +299,12 @@ class KVCache(CacheRows):
         if out is not None:
             checks.output(out, q.shape, q.dtype, self.device)
         check_name(backend)
+        packed = packed_queries.check(cu_seqlens_q, max_seqlen_q, q)
         options = scale, causal, return_lse, out, sequences, backend
-        result, lse = core.attend(q, *options) if ops.eager(q, out) else cache_ops.attend(core, q, *options)
+        if ops.eager(q, out, cu_seqlens_q):
+            result, lse = core.attend(q, *options, packed=packed)
+        else:
+            result, lse = cache_ops.attend(core, q, *options, packed)
         return result if lse is None else (result, lse)
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, backend: str = "auto") -> Tensor:

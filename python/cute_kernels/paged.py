@@ -40,6 +40,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cute_kernels._attention import packed as packed_queries
 from cute_kernels._cache import checks as cache_checks
 from cute_kernels._cache import extend as _extend
 from cute_kernels._cache import page_pool, paged_ops
@@ -183,6 +184,7 @@ def choose_orders(pool: Pool, k: Tensor, v: Tensor) -> None:
     Raises TypeError or ValueError for a wrong class, dtype, shape, stride or device.
     """
     _check_pool(pool)
+    _check_tensors(k=k, v=v)
     if ops.eager(k, v, pool.blocks):
         page_pool.choose_orders(pool, k, v)
     else:
@@ -201,6 +203,7 @@ def store(pool: Pool, k: Tensor, v: Tensor, sequences: Tensor, first_tiles: Tens
     Raises TypeError or ValueError for a wrong class, dtype, shape, stride or device.
     """
     _check_pool(pool)
+    _check_tensors(k=k, v=v, sequences=sequences, first_tiles=first_tiles)
     if ops.eager(k, v, sequences, first_tiles, pool.blocks):
         page_pool.store(pool, k, v, sequences, first_tiles, False)
     else:
@@ -226,6 +229,9 @@ def append(
     """
     _check_pool(pool)
     _check_windows(windows, pool)
+    _check_tensors(k=k, v=v, lengths=lengths)
+    if sequences is not None:
+        _check_tensors(sequences=sequences)
     if ops.eager(k, v, sequences, lengths, pool.blocks):
         page_pool.append(pool, windows, lengths, k, v, sequences)
         return
@@ -279,6 +285,8 @@ def extend(
     tiled, held = at_least(compressed, "compressed", 0), at_least(window, "window", 0)
     if tiled % TILE_TOKENS:
         raise ValueError(f"compressed must be a multiple of {TILE_TOKENS}, got {tiled}")
+    if tiled > pool.tokens_per_sequence:
+        raise ValueError(f"compressed must be at most the {pool.tokens_per_sequence} of the page table, got {tiled}")
     if held >= windows.recent + TILE_TOKENS:
         raise ValueError(f"window must be below {windows.recent + TILE_TOKENS}, got {held}")
     if not k.shape[2]:
@@ -303,6 +311,8 @@ def attend(
     causal: bool = True,
     return_lse: bool = False,
     expected: tuple[int, int] | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    max_seqlen_q: int | None = None,
     out: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -315,6 +325,8 @@ def attend(
     return_lse: return (out, lse) with lse (n, Hq, Sq) float32, natural logarithm; see `merge_states`.
     expected: tokens in tiles of the longest of the sequences, and of all of them together, where the host knows them:
         it decides how work is divided, so no more than the last bits of results.
+    cu_seqlens_q, max_seqlen_q: as for `KVCache.attend`: q is (1, Hq, total, D), and row i of the batch, which belongs to
+        sequences[i], has its queries from cu_seqlens_q[i] to cu_seqlens_q[i + 1].
     out: where to put the result, contiguous and apart from q and the pool; default: a new tensor.
     backend: as for `sparse_attention`; "reference" reads lengths on the host.
 
@@ -330,6 +342,8 @@ def attend(
             "causal": causal,
             "return_lse": return_lse,
             "expected": expected,
+            "cu_seqlens_q": cu_seqlens_q,
+            "max_seqlen_q": max_seqlen_q,
             "backend": backend,
         }
 
@@ -342,10 +356,12 @@ def attend(
         _check_windows(windows, pool)
     cache_checks.queries(pool, q)
     _check_lengths(lengths, pool)
+    packed = packed_queries.check(cu_seqlens_q, max_seqlen_q, q)
+    rows, of_rows = (q.shape[0], "q") if packed is None else (packed.rows, "cu_seqlens_q")
     if sequences is not None:
-        page_pool.check_index(sequences, "sequences", q.shape[0], pool.device)
-    elif q.shape[0] > pool.sequences:
-        raise ValueError(f"q must have at most a row for each of {pool.sequences} sequences, got {q.shape[0]}")
+        page_pool.check_index(sequences, "sequences", rows, pool.device)
+    elif rows > pool.sequences:
+        raise ValueError(f"{of_rows} must have at most a row for each of {pool.sequences} sequences, got {rows}")
     factor = 1 / math.sqrt(pool.head_dim) if scale is None else checks.scale(scale)
     checks.flag(causal, "causal")
     checks.flag(return_lse, "return_lse")
@@ -357,11 +373,12 @@ def attend(
     else:
         checks.output(out, q.shape, q.dtype, pool.device)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32) if return_lse else None
-    if ops.eager(q, lengths, sequences, out, pool.blocks):
+    if ops.eager(q, lengths, sequences, cu_seqlens_q, out, pool.blocks):
         options = factor, causal, (longest, total), backend
-        paged_ops.attend(q, pool, windows, lengths, sequences, *options, out, lse)
+        paged_ops.attend(q, pool, windows, lengths, sequences, packed, *options, out, lse)
     else:
-        tensors = paged_ops.pool_tensors(pool), paged_ops.window_tensors(windows), lengths, sequences
+        starts, most = (None, None) if packed is None else (packed.starts, packed.most)
+        tensors = paged_ops.pool_tensors(pool), paged_ops.window_tensors(windows), lengths, sequences, starts, most
         sizes = paged_ops.pool_sizes(pool), paged_ops.window_sizes(windows)
         paged_ops.ATTEND(q, *tensors, *sizes, factor, causal, [longest, total], backend, out, lse)
     return out if lse is None else (out, lse)
@@ -370,11 +387,13 @@ def attend(
 def export(pool: Pool, sequence: int, first_tile: int, tiles: int) -> tuple[Tensor, Tensor]:
     """Tiles of one sequence, decompressed: (k, v), each (Hkv, 64 * tiles, D), bit for bit what was kept.
 
-    Zeros for tiles without a page, and `pool.error` is set. Raises ValueError outside of the page table.
+    Zeros for tiles without a page, and `pool.error` is set. Raises TypeError for a wrong class, ValueError for tiles
+    that the page table does not have.
     """
     _check_pool(pool)
     if ops.eager(pool.blocks):
-        return page_pool.load(pool, sequence, first_tile, tiles)
+        named = {"sequence": sequence, "first_tile": first_tile, "tiles": tiles}
+        return page_pool.load(pool, *(checks.integer(number, name) for name, number in named.items()))
     numbers = pool.dtype, sequence, first_tile, tiles
     k, v = paged_ops.EXPORT(paged_ops.pool_tensors(pool), paged_ops.pool_sizes(pool), *numbers)
     return k, v
@@ -383,6 +402,12 @@ def export(pool: Pool, sequence: int, first_tile: int, tiles: int) -> tuple[Tens
 def _check_pool(pool: Any) -> None:
     if not isinstance(pool, Pool):
         raise TypeError(f"pool must be what make_pool makes, got {type(pool).__name__}")
+
+
+def _check_tensors(**tensors: Any) -> None:
+    """Before torch's own operations look at them; the rest is checked where they are used."""
+    for name, value in tensors.items():
+        checks.tensor(value, name)
 
 
 def _check_windows(windows: Any, pool: Pool) -> None:

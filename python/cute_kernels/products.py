@@ -179,7 +179,7 @@ def _av(p: Tensor, *packed: Any) -> Tensor:
 
 
 def _av_fake(p: Tensor, *packed: Any) -> Tensor:
-    _, _, _, dtype, head_dim, _ = packed
+    *_, dtype, head_dim, _ = packed
     return p.new_empty((*p.shape[:3], head_dim), dtype=dtype)
 
 

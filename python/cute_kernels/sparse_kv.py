@@ -12,11 +12,12 @@ from cute_kernels._runtime import checks
 from cute_kernels._storage import tile_reader, validation
 from cute_kernels._storage.preallocation import preallocated, refilled
 from cute_kernels._storage.state import read_state, state_metadata
-from cute_kernels._storage.storage import TILE_FORMAT, Storage
+from cute_kernels._storage.storage import Storage
 
 
 class SparseKV:
-    """A pruned K or V cache (B, Hkv, T, D), stored as bitmaps and packed nonzeros in tiles of 64 tokens.
+    """A pruned K or V cache (B, Hkv, T, D), stored as bitmaps and packed nonzeros, or as two of every four, in tiles of
+    64 tokens.
 
     Made by `compress`, `compress_kv` or `SparseKV.from_state_dict`. It is immutable: treat its tensors as read-only.
     One made by `SparseKV.preallocate` changes when it is given to these as `out`, and only then. Only the device knows
@@ -27,7 +28,8 @@ class SparseKV:
     shape: torch.Size (B, Hkv, T, D) of the cache it stands for.
     dtype: torch.float16 or torch.bfloat16, of the cache that was compressed and of what `decompress` gives.
     codec: how nonzeros are stored: "fp16" and "bf16" as they are; "fp8", "int8" and "int4" rounded, relative to scales.
-    tile_format: where nonzeros are and in which order: "bitmap".
+    tile_format: where nonzeros are and in which order: "bitmap", or "two_of_four" where of every four neighbours two
+        are stored.
     device: where the storage lies.
     role: "key" or "value"; decides how tiles are laid out, and so which product takes it.
 
@@ -101,7 +103,7 @@ class SparseKV:
 
     @property
     def tile_format(self) -> str:
-        return TILE_FORMAT
+        return self._storage.tile_format
 
     @property
     def device(self) -> torch.device:
@@ -137,7 +139,8 @@ class SparseKV:
 
     @property
     def nnz(self) -> int:
-        """Nonzeros of the whole cache; if not known yet, counted from the bitmaps with a device synchronisation."""
+        """Nonzeros of the whole cache; if not known yet, counted in the storage with a device synchronisation. In the
+        tile format "two_of_four" a kept value that its codec rounds to zero does not count."""
         storage = self._storage.exact()
         if storage.nnz is None:
             storage.nnz = tile_reader.count_nonzeros(storage)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import re
 import traceback
 from collections.abc import Callable
@@ -13,10 +14,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 import cute_kernels as ck
+from cute_kernels import paged
 from tests.fuzz import junk, limits
 from tests.fuzz.case import Case, Mismatch
 from tests.support import oracle
 from tests.support.mustafar_layout import write
+from tests.support.paged_engine import Engine
 
 _MEBIBYTES = 1024
 _RAW = re.compile(
@@ -129,7 +132,58 @@ def _functions(case: Case) -> dict[str, Callable[[], Call]]:
         ),
         "read": lambda: _read(case),
         "read_layer": lambda: _read_layer(case),
+        "configure": lambda: Call(
+            paged.configure,
+            {},
+            {
+                **amounts,
+                "kv_heads": 2,
+                "head_dim": 16,
+                "dtype": torch.float16,
+                "key_keep": None,
+                "value_keep": 3,
+                "window": 8,
+                "page_tokens": 128,
+                "max_append": 3,
+            },
+        ),
+        **{f"paged {name}": functools.partial(_paged, case, name) for name in _PAGED},
     }
+
+
+_PAGED = ("choose_orders", "store", "append", "extend", "attend", "export")
+
+
+def _paged(case: Case, name: str) -> Call:
+    """Numbers on the device that attention reads are the caller's to check, so they stay as they are."""
+    config = paged.configure(kv_heads=2, head_dim=16, keep=5, window=8)
+    engine = Engine(config, torch.device(case.device))
+    engine.extend(1, torch.randn(2, 2, 100, 16).half())
+    engine.give_pages(0, 128)
+    pool, windows, lengths = engine.pool, engine.windows, engine.lengths
+    new = lambda n: {"k": _x(case, 1, 2, n, 16), "v": _x(case, 1, 2, n, 16)}  # noqa: E731
+    numbers = {"sequences": engine.index([0]), "first_tiles": engine.index([1])}
+    if name == "choose_orders":
+        return Call(paged.choose_orders, {"pool": pool, **new(70)})
+    if name == "store":
+        return Call(paged.store, {"pool": pool, **new(64), **numbers})
+    memory = {"pool": pool, "windows": windows, "lengths": lengths}
+    if name == "append":
+        return Call(paged.append, {**memory, **new(3), "sequences": engine.index([1])})
+    if name == "extend":
+        state = {"sequence": 1, "compressed": 64, "window": 36}
+        return Call(paged.extend, {**memory, **new(70)}, state)
+    if name == "export":
+        return Call(paged.export, {"pool": pool, "sequence": 1, "first_tile": 0, "tiles": 1})
+    options = {"scale": None, "causal": True, "return_lse": False, "expected": (64, 64), "backend": "auto"}
+    q = {"q": _x(case, 2, 4, 3, 16)}
+    attend = functools.partial(_attend, lengths, engine.index([1, 0]))
+    owned = {"pool": pool, "windows": windows}
+    return Call(attend, {**q, **owned}, {**options, "out": _x(case, 2, 4, 3, 16)}, ("sequences",))
+
+
+def _attend(lengths: torch.Tensor, sequences: torch.Tensor, q: Any, pool: Any, windows: Any, **options: Any) -> object:
+    return paged.attend(q, pool, windows, lengths, sequences, **options)
 
 
 def _read(case: Case) -> Call:

@@ -1,4 +1,5 @@
 // link: cute_kernels/cpu/block.cpp
+// link: cute_kernels/cpu/two_of_four.cpp
 // link: cute_kernels/cpu/layout.cpp
 // The codecs against computations in double, value by value, and blocks of every codec against a second reader.
 #include <algorithm>

@@ -2,6 +2,7 @@
 // elements in one to four parts. PTX is emulated.
 // link: cute_kernels/cpu/layout.cpp
 // link: cute_kernels/cpu/block.cpp
+// link: cute_kernels/cpu/two_of_four.cpp
 // include: tests/host/emulated
 #include <algorithm>
 #include <cstdint>

@@ -90,13 +90,23 @@ def test_tokens_are_those_of_generate(place, rng):
     check(model, inputs, new, found)
 
 
-def test_pruned_tokens_are_those_of_a_sparse_cache(place, rng):
-    """What is pruned is what SparseKVCache prunes, with the same dense window."""
+@pytest.mark.parametrize("codec", [None, "int8"])
+def test_pruned_tokens_are_those_of_a_sparse_cache(place, codec, rng):
+    """What is pruned is what SparseKVCache prunes, with the same dense window and about the same scales."""
     model = llama(place)
     inputs, new = prompts(rng, [30, 100, 260]), [120, 100, 90]
-    with manager_of(model, sparsity=0.6, window=20) as manager:
+    options = {"sparsity": 0.6, "window": 20, "codec": codec}
+    with manager_of(model, **options) as manager:
         found = run(manager, inputs, new)
-    check(model, inputs, new, found, cache=lambda: SparseKVCache(model, sparsity=0.6, window=20))
+    check(model, inputs, new, found, cache=lambda: SparseKVCache(model, **options))
+
+
+def test_a_narrow_codec_has_more_blocks():
+    model = llama()
+    blocks = [manager_of(model, sparsity=0.5, codec=codec)._blocks for codec in (None, "int8", "int4")]
+    assert blocks[1] > 1.4 * blocks[0] and blocks[2] > blocks[1]
+    with pytest.raises(ValueError, match="codec"):
+        manager_of(model, codec="int3")
 
 
 @pytest.mark.gpu
@@ -104,8 +114,8 @@ def test_pruned_tokens_are_those_of_a_sparse_cache(place, rng):
 def test_graphs(warmed, rng):
     """Steps of decoding alone are replays, of a row to more than there are; prompts come in between."""
     model = llama("cuda")
-    inputs = prompts(rng, [rng.randint(1, 300) for _ in range(14)])
-    new = [rng.randint(1, 200) for _ in inputs]
+    inputs = prompts(rng, [rng.randint(1, 300) for _ in range(9)])
+    new = [rng.randint(1, 80) for _ in inputs]
     manager = manager_of(model, sparsity=0.0, requests=7)
     if warmed:
         manager.warmup()

@@ -389,7 +389,7 @@ def test_flashinfer_says_what_it_lacks(monkeypatch):
     model.config.sliding_window = None
     side, ids = measure.Side("flashinfer-graph"), torch.ones(1, 16, dtype=torch.long)
     monkeypatch.setattr(graphs.generate, "__defaults__", (lambda step: step, None))
-    monkeypatch.setattr(measure.Side, "_cache", lambda self, model, capacity: FlashInferCache(model.config, 17))
+    monkeypatch.setattr(measure.Side, "cache", lambda self, model, capacity: FlashInferCache(model.config, 17))
     with torch.inference_mode(), pytest.raises(ValueError, match="no room beyond 32 tokens"):
         side.generate(model, ids, 20, Tokens())
     assert model.config._attn_implementation == "sdpa"

@@ -128,6 +128,7 @@ SERIALIZED = """
 BULK = "        /*0010*/              @!P0 UBLKCP.S.G [UR4], [UR6], UR8 ;\n"
 TENSOR = "        /*0010*/              @!P0 UTMALDG.3D [UR8], [UR4] ;\n"
 MMA = "        /*0010*/                   HMMA.16816.F32 R4, R8, R2, R4 ;\n"
+SPARSE_MMA = "        /*0010*/                   HMMA.SP.16832.F32.TID R4, R8, R2, R4, R9, 0x0 ;\n"
 COPY = "        /*0000*/              @!P0 LDGSTS.E.BYPASS.LTC128B.128 [R5], [R2.64] ;\n"
 
 
@@ -216,6 +217,8 @@ def test_rules_that_hold():
                 kernel("sm90::sparse_av_warps<Traits,false>", BULK + TENSOR + MMA),
                 kernel("sm90::sparse_qk_warps<Traits>", BULK + MMA),
                 kernel("sm80::sparse_qk_kernel<Traits>", COPY + MMA),
+                kernel("sm90::sparse_qk_warps<WarpTraits<key,2of4-int4,128,8>>", BULK + SPARSE_MMA),
+                kernel("sm90::attention_kernel<Traits<2of4-fp8,128,8>>", BULK + SPARSE_MMA + MMA),
                 kernel("combine_partials<Traits>", "        /*0000*/  EXIT ;\n"),
                 kernel("prefill_kernel<Traits>", BULK + PIPELINED),
             ]
@@ -232,6 +235,8 @@ def test_rules_that_hold():
         kernel("pack_kernel", ""),
         kernel("sm80::sparse_av_kernel<Traits>", COPY),
         kernel("sparse_av_clusters<Traits>", COPY + MMA),
+        kernel("sm90::sparse_qk_warps<WarpTraits<key,2of4-int4,128,8>>", BULK + MMA),
+        kernel("sm90::attention_kernel<Traits<2of4-fp8,128,8>>", BULK + MMA),
         kernel("prefill_kernel<Traits>", PIPELINED),
         kernel("prefill_kernel<Traits>", BULK),
         kernel("prefill_kernel<Traits>", BULK + PIPELINED.replace("64x8x16", "64x8x8")),

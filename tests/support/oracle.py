@@ -105,10 +105,17 @@ def token_scales(pruned: torch.Tensor, of_channel: torch.Tensor, largest_number:
     return torch.where(largest > 0, scale, 1.0)
 
 
-def narrow(x: torch.Tensor, keep: int | None, codec: str, scale_tokens: int = SCALE_TOKENS) -> torch.Tensor:
-    """What a narrow codec stores of a cache that is pruned to `keep` elements a token: float64, scales included."""
+def narrow(
+    x: torch.Tensor,
+    keep: int | None,
+    codec: str,
+    scale_tokens: int = SCALE_TOKENS,
+    pruned: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """What a narrow codec stores of a cache that is pruned to `keep` elements a token, or to `pruned`: float64, scales
+    included."""
     largest, rounded = NARROW[codec]
-    pruned, of_channel = prune(x, keep), channel_scales(x, scale_tokens)
+    pruned, of_channel = prune(x, keep) if pruned is None else pruned, channel_scales(x, scale_tokens)
     of_token = token_scales(pruned, of_channel, largest)
     relative = (pruned.float() * (1 / of_channel.float())) * (
         1 / of_token.float()
@@ -172,6 +179,8 @@ def decode(state: dict) -> torch.Tensor:
     token_order, channel_order = state["token_order"].cpu().numpy(), state["channel_order"].cpu().numpy()
     padded = channel_order.shape[-1]
     tiles = -(-tokens // TILE)
+    if state["metadata"]["tile_format"] == "two_of_four":
+        return _decode_pairs(state, blocks.reshape(batch * heads * tiles, -1, 32), width)
     positions = [[element_position(role, padded, lane, e) for e in range(2 * padded)] for lane in range(32)]
     dense = np.zeros((batch, heads, tiles * TILE, padded), dtype=np.float64 if narrow else np.uint16)
     for index in range(batch * heads * tiles):
@@ -196,6 +205,47 @@ def decode(state: dict) -> torch.Tensor:
                     value = int(values[taken[stream], lane]) >> (16 * stream) & 0xFFFF
                 taken[stream] += 1
                 dense[b, h, TILE * tile + int(token_order[b, h, tile, token]), channel_order[b, h, channel]] = value
+    outside = dense.copy()
+    outside[:, :, :tokens, :head_dim] = 0
+    assert not outside.any(), "something is stored outside the cache"
+    inside = np.ascontiguousarray(dense[:, :, :tokens, :head_dim])
+    if narrow:
+        return torch.from_numpy(inside)
+    return torch.from_numpy(inside.view(np.int16)).view(getattr(torch, state["metadata"]["dtype"]))
+
+
+def _decode_pairs(state: dict, blocks: np.ndarray, width: int) -> torch.Tensor:
+    """blocks: (tiles, rows, 32) of the tile format of exactly two of four. After PTX's drawings of the operands of
+    mma.sp.m16n8k32: A is 16 x 32, in groups of four columns of which two are stored."""
+    batch, heads, tokens, head_dim = state["metadata"]["shape"]
+    role, codec = state["metadata"]["role"], state["metadata"]["codec"]
+    token_order, channel_order = state["token_order"].cpu().numpy(), state["channel_order"].cpu().numpy()
+    padded, narrow = channel_order.shape[-1], width < 16
+    tiles = -(-tokens // TILE)
+    rows, columns = (TILE, padded) if role == "key" else (padded, TILE)  # of A
+    dense = np.zeros((batch, heads, tiles * TILE, padded), dtype=np.float64 if narrow else np.uint16)
+    for index, block in enumerate(blocks):
+        b, h, tile = index // tiles // heads, index // tiles % heads, index % tiles
+        scales = np.ascontiguousarray(block[padded // 16 :][:narrow]).view(np.uint16).ravel()
+        values = block[padded // 16 + narrow :]
+        for row in range(rows):
+            for group in range(columns // 4):
+                atom, column = row // 16 * (columns // 32) + group // 8, group % 8  # column of groups in the atom
+                word = block[atom // 2, 4 * (row % 8) + 2 * (atom % 2) + column // 4]
+                kept = int(word) >> 4 * (column % 4 + 4 * (row % 16 // 8)) & 15
+                register = row % 16 // 8 + 2 * (column // 4)
+                for i, k in enumerate((kept & 3, kept >> 2)):
+                    number = 8 * atom + 2 * register + i  # of the lane's values, in the order of registers
+                    if width == 4:
+                        number = 8 * atom + register + 4 * i
+                    word = int(values[number * width // 32, 4 * (row % 8) + column % 4])
+                    code = word >> number * width % 32 & ((1 << width) - 1)
+                    token, channel = (row, 4 * group + k) if role == "key" else (4 * group + k, row)
+                    value = code
+                    if narrow:
+                        of_token = _bf16(int(scales[8 * (token % 8) + token // 8]))
+                        value = _number(codec, code) * of_token * float(state["channel_scale"][b, h, channel])
+                    dense[b, h, TILE * tile + int(token_order[b, h, tile, token]), channel_order[b, h, channel]] = value
     outside = dense.copy()
     outside[:, :, :tokens, :head_dim] = 0
     assert not outside.any(), "something is stored outside the cache"

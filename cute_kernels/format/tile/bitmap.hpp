@@ -39,6 +39,8 @@ struct BitmapTile {
   CUTE_HOST_DEVICE static constexpr int tile_rows(int head_dim, int value_rows) {
     return bitmap_rows(head_dim) + value_rows;
   }
+  // The row of a block that has the scales of its tokens, if the codec has any.
+  CUTE_HOST_DEVICE static constexpr int scale_row(int head_dim) { return bitmap_rows(head_dim); }
   // The row of a block that its values begin with, behind the bitmap and the scales of the tokens.
   template <class Codec>
   CUTE_HOST_DEVICE static constexpr int first_value_row(int head_dim) {
@@ -81,6 +83,11 @@ struct BitmapTile {
   CUTE_HOST_DEVICE static constexpr int position_of_column(int column) {
     return column / 16 * 16 + ColumnPositions{}(column % 16);
   }
+
+  // Entry v of a lane's B fragment of 16 columns, 2t + v % 2 + 8 (v / 2), has position 8 * eight + 2t + next.
+  CUTE_HOST_DEVICE static constexpr int fragment_entry(int eight, int next) { return eight + 2 * next; }
+  CUTE_HOST_DEVICE static constexpr int eight_of(int entry) { return entry % 2; }
+  CUTE_HOST_DEVICE static constexpr int next_of(int entry) { return entry / 2; }
 
   // (lane, element) -> token_position * HeadDim + channel_position. Elements run over the atom's fragment first, then
   // over the atoms along K, then over those along M: keys over blocks of 16 channels, then of 16 tokens; values over

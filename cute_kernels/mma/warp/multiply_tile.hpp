@@ -2,15 +2,15 @@
 #pragma once
 
 #include "cute_kernels/mma/decoder.hpp"
+#include "cute_kernels/mma/warp/multiply_pairs.hpp"
 #include "cute_kernels/mma/warp/traits.hpp"
 
 namespace cute_kernels::mma {
 
-// accumulators += part * B, where the part is one of kParts equal ones of the tile's rows along M, and `block` the
-// tile's block in shared memory.
+// multiply_tile_part of the bitmap format.
 template <class Traits, int kParts, class FragmentB, class FragmentC>
-CUTE_DEVICE void multiply_tile_part(uint32_t block, int part, FragmentB const& tCrB /* (MMA,MMA_N,MMA_K) */,
-                                    FragmentC& tCrC /* (MMA,MMA_M of the part,MMA_N) */) {
+CUTE_DEVICE void multiply_bitmap_part(uint32_t block, int part, FragmentB const& tCrB /* (MMA,MMA_N,MMA_K) */,
+                                      FragmentC& tCrC /* (MMA,MMA_M of the part,MMA_N) */) {
   using Element = typename Traits::Element;
   constexpr int kAtoms = Traits::kStepAtoms;
   constexpr int kStepRows = kAtoms > Traits::kAtomsAlongK ? kAtoms / Traits::kAtomsAlongK : 1;  // blocks of 16 along M
@@ -42,6 +42,17 @@ CUTE_DEVICE void multiply_tile_part(uint32_t block, int part, FragmentB const& t
       for (int n = 0; n < Traits::kN / 8; ++n) cute::gemm(mma, tCrA(_, i), tCrB(_, n, k), tCrC(_, m, n));
     }
   }
+}
+
+// accumulators += part * B, where the part is one of kParts equal ones of the tile's rows along M, and `block` the
+// tile's block in shared memory.
+template <class Traits, int kParts, class FragmentB, class FragmentC>
+CUTE_DEVICE void multiply_tile_part(uint32_t block, int part, FragmentB const& tCrB /* (MMA,MMA_N,MMA_K) */,
+                                    FragmentC& tCrC /* (MMA,MMA_M of the part,MMA_N) */) {
+  if constexpr (std::is_same_v<typename Traits::TileFormat, format::TwoOfFourTile>)
+    multiply_pairs_part<Traits, kParts>(block, part, tCrB, tCrC);
+  else
+    multiply_bitmap_part<Traits, kParts>(block, part, tCrB, tCrC);
 }
 
 // accumulators += tile * B

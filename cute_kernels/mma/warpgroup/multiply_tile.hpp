@@ -1,44 +1,19 @@
 // The main loop of a tile by a warpgroup (CC 9.0a): decode into the A registers of WGMMA, a quarter from each warp.
 #pragma once
 
-#include "cute_kernels/mma/decoder.hpp"
 #include "cute_kernels/mma/warpgroup/traits.hpp"
 
 namespace cute_kernels::mma {
 
-// Decodes this warp's quarter of a tile, k-step by k-step.
+// A fragments of a k-step's words of this warp's quarter of a tile, (MMA,1,ATOMS).
 template <class Traits>
-class QuarterTile {
- public:
-  using Element = typename Traits::Element;
-  using Decoder = mma::Decoder<typename Traits::TileFormat, typename Traits::Codec>;
-
-  CUTE_DEVICE QuarterTile(uint8_t const* block, int warp)
-      : column_(cast_smem_ptr_to_uint(block) + 4 * (threadIdx.x % 32)),
-        warp_(warp),
-        at_(Decoder::template first<Traits::kHeadDim, 4>(column_, warp_)) {}
-
-  // Elements of the k-step's words, (MMA,1,ATOMS).
-  CUTE_DEVICE auto decode(int step) {
-    Tensor tCrA = make_tensor<Element>(Shape<Shape<_2, _2, _2>, _1, Int<Traits::kStepAtoms>>{});
-    Tensor registers = coalesce(recast<uint32_t>(tCrA));
-    CUTE_STATIC_ASSERT_V(size(registers) == Int<4 * Traits::kStepAtoms>{});
-    if constexpr (Traits::kStepWords == 2)
-      Decoder::decode64(word(2 * step), word(2 * step + 1), at_, registers);
-    else
-      Decoder::decode32(word(step), at_, registers);
-    return tCrA;
-  }
-
- private:
-  uint32_t column_;
-  int warp_;
-  typename Decoder::Cursor at_;
-
-  CUTE_DEVICE uint32_t word(int index) const {
-    return ptx::load_shared_u32(column_ + (warp_ * Traits::kWords + index) * format::kRowBytes);
-  }
-};
+CUTE_DEVICE auto decode_step(typename Traits::Quarter& quarter, int step) {
+  Tensor tCrA = make_tensor<typename Traits::Element>(Shape<Shape<_2, _2, _2>, _1, Int<Traits::kStepAtoms>>{});
+  Tensor registers = coalesce(recast<uint32_t>(tCrA));
+  CUTE_STATIC_ASSERT_V(size(registers) == Int<4 * Traits::kStepAtoms>{});
+  quarter.decode(step, registers);
+  return tCrA;
+}
 
 // tCrC += the k-step's atoms times B; of keys, whose accumulators are a tile's, the first atom begins the sum. Does not
 // wait.

@@ -6,6 +6,7 @@
 #include <cute/tensor.hpp>
 #include <type_traits>
 
+#include "cute_kernels/mma/quarter_tile.hpp"
 #include "cute_kernels/mma/stored_operand.hpp"
 #include "cute_kernels/pipeline/warp_roles_sm90a.hpp"
 
@@ -46,12 +47,11 @@ struct WarpgroupTraits {
   using SmemLayoutB = decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{},
                                              Shape<Int<kN>, Int<kK>, Int<kIsKey ? 1 : 2>>{}));  // (BLK_N,BLK_K,PIPE)
 
-  // A warp decodes a quarter of the tile's bitmap words, two at a time where there are two. A word is 4 atoms, which
-  // run along K first: keys, 16 tokens by 64 channels; values, 16 channels by all tokens.
-  static constexpr int kWords = TileFormat::bitmap_rows(kHeadDim) / kWarpgroupWarps;
-  static constexpr int kStepWords = kWords < 2 ? kWords : 2;
-  static constexpr int kSteps = kWords / kStepWords;
-  static constexpr int kStepAtoms = kStepWords * TileFormat::kWordElements / 8;
+  // A warp decodes a quarter of the tile; the atoms of its words run along K first.
+  using Quarter = QuarterTile<TileFormat, Codec, kHeadDim>;
+  static_assert(Quarter::kParts == kWarpgroupWarps);
+  static constexpr int kSteps = Quarter::kSteps, kStepWords = Quarter::kStepWords;
+  static constexpr int kStepAtoms = kStepWords * Quarter::kWordAtoms;
   static constexpr int kAtomsAlongK = kK / 16;
   static_assert(kSteps * kStepAtoms == kBlocksM * kAtomsAlongK);
 

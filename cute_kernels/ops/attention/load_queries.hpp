@@ -17,13 +17,19 @@ CUTE_DEVICE void stage_queries(Params const& params, schedule::WorkTile const& w
   using Element = typename Traits::Element;
   constexpr int kLanes = 4 * Traits::kWorkerWarps, kVectors = Traits::kHeadDim / 8 / kLanes;  // of a row; of a lane
   int lane = threadIdx.x % 32, first_vector = worker.part * 4 + lane % 4, head_dim = params.keys.head_dim;
+  int before = 0;  // where the row's first token of those that all rows have would lie
+  if constexpr (!Traits::kUniform) {
+    int most = params.query_tokens.divisor;
+    if (params.packed.starts)
+      before = params.packed.position(params.packed.of_row(work_tile.row, most), 0, most);
+  }
   CUTE_UNROLL
   for (int n = 0; n < Traits::kRowBlocks; ++n) {
     int row = 8 * n + lane / 4, head, token;
     params.query_tokens(head, token, work_tile.first_row + min(row, work_tile.rows - 1));
     auto const* from = static_cast<Element const*>(params.q) + work_tile.row * params.q_strides[0] +
                        (int64_t{work_tile.kv_head} * params.group + head) * params.q_strides[1] +
-                       token * params.q_strides[2];
+                      max(0, before + token) * params.q_strides[2];
     if (head_dim == Traits::kHeadDim && reinterpret_cast<uintptr_t>(from) % 16 == 0) {
       uint4 vectors[kVectors];
       CUTE_UNROLL
@@ -91,10 +97,12 @@ CUTE_DEVICE void load_scaled_queries(Params const& params, SharedP<Traits>& shar
                                      uint16_t const* channel_scale, Fragment& tCrB /* ((2,2),MMA_N,MMA_K) */,
                                      float (&undo)[kRows]) {
   auto product = [&](int lane, int n, int v, int k) {
-    int position = Traits::TileFormat::position_of_column(16 * k + v % 2) + 2 * (lane % 4) + v / 2;
-    int channel = __ldg(channel_order + position);
-    float q = from_half_bits(shared_p.query(8 * n + lane / 4)[channel], params.keys.dtype);
-    return q * format::scale_value(__ldg(channel_scale + position));
+    // Two neighbouring positions are loaded together: the other one's product takes the same words.
+    int position = 16 * k + 8 * Traits::TileFormat::eight_of(v) + 2 * (lane % 4), next = Traits::TileFormat::next_of(v);
+    uint32_t channels = __ldg(reinterpret_cast<uint16_t const*>(channel_order + position));
+    float2 scales = mma::scale_pair(__ldg(reinterpret_cast<uint32_t const*>(channel_scale + position)));
+    uint16_t q = shared_p.query(8 * n + lane / 4)[channels >> (8 * next) & 0xff];
+    return from_half_bits(q, params.keys.dtype) * (next ? scales.y : scales.x);
   };
   mma::load_scaled_rows(tCrB, product, undo);
 }

@@ -78,8 +78,8 @@ CUTE_DEVICE void store_empty_partial(int part, typename Traits::Partial* to) {
 // The scales of a tile's keys, and those of its values, at this warp's tokens. Both come with the keys.
 template <class Traits>
 CUTE_DEVICE auto key_scales(Stage const& keys, int part) {
-  constexpr int kBitmapBytes = Traits::TileFormat::bitmap_rows(Traits::kHeadDim) * format::kRowBytes;
-  return mma::LaneScales<Traits::kOwnTokenBlocks>(keys.block + kBitmapBytes, part * Traits::kOwnTokenBlocks);
+  constexpr int kBefore = Traits::TileFormat::scale_row(Traits::kHeadDim) * format::kRowBytes;
+  return mma::LaneScales<Traits::kOwnTokenBlocks>(keys.block + kBefore, part * Traits::kOwnTokenBlocks);
 }
 template <class Traits>
 CUTE_DEVICE ScaledValues<Traits> value_scales(Stage const& keys, TokenOrders const& orders, int part,
@@ -142,6 +142,11 @@ CUTE_DEVICE void attend(Params const& params, typename Traits::Schedule const& s
 
     ptx::prefetch(channel_order(params.keys, work_tile));
     ptx::prefetch(channel_order(params.values, work_tile));
+    if constexpr (Traits::kHasScales) {
+      int line = ptx::lane_index() % (Traits::kHeadDim / 64) * 64;  // of 128 bytes
+      ptx::prefetch(channel_scale(params.keys, work_tile) + line);
+      ptx::prefetch(channel_scale(params.values, work_tile) + line);
+    }
     stage_queries(params, work_tile, worker, shared_p);
 
     // With D 256 the window needs the registers: the work tile is looked up again rather than held.

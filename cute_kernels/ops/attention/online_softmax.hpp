@@ -3,9 +3,8 @@
 // Accumulators are S^T: tokens along M, query rows along N. A lane holds tokens lane / 4 (+ 8) of every 16 and rows
 // 2 (lane % 4) + {0, 1} of every 8, the same rows of O^T: scaling O^T needs no exchange.
 //
-// P is 2 to the power of a logit less the row's row_max, the same in all of the worker's warps. row_max need not be the
-// largest logit: it is raised, and sums and O^T rescaled, only when a logit exceeds it by more than kRescaleThreshold,
-// as in FlashAttention-4, so that nearly all tiles pass without a reduction over their tokens.
+// P is 2 to the power of a logit less the row's row_max, the same in all of the worker's warps, and stays below
+// 2^kRescaleThreshold, far within the range of fp16; see rescaling.hpp.
 #pragma once
 
 #include <cutlass/numeric_conversion.h>
@@ -13,11 +12,11 @@
 #include <cute/arch/copy_sm75.hpp>
 
 #include "cute_kernels/mma/scales.hpp"
+#include "cute_kernels/ops/attention/rescaling.hpp"
 #include "cute_kernels/ops/attention/worker.hpp"
 
 namespace cute_kernels::attention {
 
-inline constexpr float kRescaleThreshold = 8;  // P stays below 2^8, far within the range of fp16
 inline constexpr float kLargestProduct = 256;  // 2^8
 
 // What P is multiplied by, token by token, before it multiplies values: the scales of a codec with scales, else nothing.
@@ -152,7 +151,8 @@ class OnlineSoftmax {
           cutlass::Array<Element, 2> packed = cutlass::NumericArrayConverter<Element, float, 2>{}(p);
           SM75_U32x1_MOVM_T::copy(reinterpret_cast<uint32_t const&>(packed), pairs(j, n, m));
         }
-        // From positions 2t, 2t + 1 and 2t + 8, 2t + 9 to 2t, 2t + 8 and 2t + 1, 2t + 9: those of the columns of V^T.
+        // The columns of V^T have positions 2t, 2t + 1 and 2t + 8, 2t + 9, or 2t, 2t + 8 and 2t + 1, 2t + 9.
+        if constexpr (Traits::TileFormat::position_of_column(1) == 1) continue;
         uint32_t low = pairs(0, n, m), high = pairs(1, n, m);
         pairs(0, n, m) = ptx::permute_bytes(low, high, 0x5410);
         pairs(1, n, m) = ptx::permute_bytes(low, high, 0x7632);

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "cute_kernels/format/storage.hpp"
+#include "cute_kernels/schedule/packed_queries.hpp"
 
 namespace cute_kernels::attention {
 
@@ -30,7 +31,8 @@ struct Problem {
   format::SparseView keys, values;  // both contiguous or both in pages of one table
   void const* q;                    // (batch, q_heads, q_tokens, head_dim) in the caches' dtype
   int64_t q_strides[3];             // elements; 1 for the last
-  int batch, q_heads, q_tokens;
+  int batch, q_heads, q_tokens;     // packed: q_tokens at most of a row
+  schedule::PackedQueries packed;   // q, out and lse are then as of one row with all tokens, and q_strides[0] is 0
   int32_t const*
       sequences;           // (batch): row of caches, lengths and windows that a row of q attends to; null: the same row
   int32_t const* lengths;  // (sequences): compressed tokens that count, clamped to [0, tokens]; null: all

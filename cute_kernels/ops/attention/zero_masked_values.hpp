@@ -9,6 +9,25 @@
 
 namespace cute_kernels::attention {
 
+// Whether any value of some words is infinity or NaN.
+template <class Traits>
+struct Nonfinite {
+  uint32_t carried = 0;  // out of an exponent, or a code, that is all ones
+
+  CUTE_DEVICE void add(uint32_t word) {
+    if constexpr (Traits::Codec::kIsNarrow) {
+      carried |= (word & 0x7f7f7f7fu) + 0x01010101u;
+    } else {
+      constexpr bool kHalf = std::is_same_v<typename Traits::Element, half_t>;
+      constexpr uint32_t kExponents = kHalf ? 0x7c007c00 : 0x7f807f80, kLowestBits = kHalf ? 0x04000400 : 0x00800080;
+      carried |= (word & kExponents) + kLowestBits;
+    }
+  }
+  CUTE_DEVICE explicit operator bool() const {
+    return carried & (Traits::Codec::kIsNarrow ? 0x80808080u : 0x80008000u);
+  }
+};
+
 // A lane's column of a tile's block of values.
 template <class Traits>
 struct ValueColumn {
@@ -27,22 +46,19 @@ struct ValueColumn {
   // Whether any value is infinity or NaN.
   CUTE_DEVICE bool has_nonfinite() const {
     uint32_t column = cast_smem_ptr_to_uint(words), begin = column + kFirstRow * format::kRowBytes;
-    uint32_t carried = 0;  // out of an exponent, or a code, that is all ones
+    Nonfinite<Traits> found;
     auto last = mma::Decoder<TileFormat, Codec>::template first<Traits::kHeadDim, 2>(column, 2);  // behind both parts
     if constexpr (Codec::kIsNarrow) {
       int rows = Codec::value_rows(static_cast<int>(max(last.taken[0], last.taken[1])));
 #pragma unroll 4
       for (uint32_t at = begin; at < begin + rows * format::kRowBytes; at += format::kRowBytes)
-        carried |= (ptx::load_shared_u32(at) & 0x7f7f7f7fu) + 0x01010101u;
-      return carried & 0x80808080u;
+        found.add(ptx::load_shared_u32(at));
     } else {
-      constexpr bool kHalf = std::is_same_v<typename Traits::Element, half_t>;
-      constexpr uint32_t kExponents = kHalf ? 0x7c007c00 : 0x7f807f80, kLowestBits = kHalf ? 0x04000400 : 0x00800080;
 #pragma unroll 4
       for (uint32_t at = begin; at <= max(last.low, last.high); at += format::kRowBytes)
-        carried |= (ptx::load_shared_u32(at) & kExponents) + kLowestBits;  // a shorter stream is filled with zeros
-      return carried & 0x80008000;
+        found.add(ptx::load_shared_u32(at));  // a shorter stream is filled with zeros
     }
+    return bool(found);
   }
 
   // Those of tokens from `tokens` on become zeros.
@@ -61,13 +77,49 @@ struct ValueColumn {
   }
 };
 
+// The same of exactly two of four, whose tokens have the order of memory.
+template <class Traits>
+struct PairColumn {
+  using TileFormat = format::TwoOfFourTile;
+  using Codec = typename Traits::Codec;
+  static constexpr int kFirstRow = TileFormat::template first_value_row<Codec>(Traits::kHeadDim);
+  static constexpr int kRows = TileFormat::template tile_rows<Codec>(Traits::kHeadDim);
+  uint32_t* block;
+
+  CUTE_DEVICE explicit PairColumn(uint8_t* block) : block(reinterpret_cast<uint32_t*>(block)) {}
+
+  CUTE_DEVICE bool has_nonfinite() const {
+    Nonfinite<Traits> found;
+#pragma unroll 4
+    for (int row = kFirstRow; row < kRows; ++row) found.add(block[row * format::kLanes + threadIdx.x % 32]);
+    return bool(found);
+  }
+
+  CUTE_DEVICE void zero_from(uint8_t const*, int tokens) const {
+    auto layout = TileFormat::template element_layout<Role::kValue, Traits::kHeadDim>();
+    int lane = threadIdx.x % 32;
+    CUTE_NO_UNROLL
+    for (int group = 0; group < TileFormat::lane_groups(Traits::kHeadDim); ++group) {
+      auto place = TileFormat::metadata_place(Role::kValue, Traits::kHeadDim, lane, group);
+      uint32_t kept = block[place.row * format::kLanes + place.lane] >> place.bit;
+      int token = layout(lane, TileFormat::kGroup * group) / Traits::kHeadDim;
+      uint32_t& word = block[(kFirstRow + TileFormat::template value_row<Codec>(group)) * format::kLanes + lane];
+      CUTE_NO_UNROLL
+      for (int i = 0; i < TileFormat::kKept; ++i)
+        if (token + static_cast<int>(kept >> (2 * i) & 3) >= tokens)
+          word &= ~(((1u << Codec::kValueBits) - 1) << TileFormat::template first_bit<Codec>(group, i));
+    }
+  }
+};
+
 // Makes zeros of a tile's values whose tokens are masked: infinity or NaN times a weight of 0 would be NaN. Where all
 // values are finite, as nearly always, nothing has to be done; to see that takes far less time. With all warps of a
 // worker.
 template <class Traits>
 CUTE_DEVICE void zero_masked_values(Worker<Traits> const& worker, Stage const& stage, int tokens) {
   if constexpr (Traits::kHasNonfinite) {
-    ValueColumn<Traits> column(stage.block);
+    using Column = std::conditional_t<Traits::kIsTwoOfFour, PairColumn<Traits>, ValueColumn<Traits>>;
+    Column column(stage.block);
     if (worker.part == 0 && __any_sync(~0u, column.has_nonfinite())) column.zero_from(stage.token_order, tokens);
     worker.sync();
   }

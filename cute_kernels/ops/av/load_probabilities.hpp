@@ -78,7 +78,7 @@ struct RowScales {
   }
 };
 
-// The tokens of this lane's B fragments. Columns 8 apart have neighbouring positions: bytes of two of them.
+// The tokens of this lane's B fragments: bytes of two neighbouring positions.
 template <class Traits>
 struct LaneTokens {
   static constexpr int kBlocks = Traits::kTokens / 16;
@@ -91,11 +91,12 @@ struct LaneTokens {
     CUTE_STATIC_ASSERT_V(size<2>(tCcB) == Int<kBlocks>{});
     CUTE_UNROLL
     for (int i = 0; i < 2 * kBlocks; ++i)
-      pair[i / 2][i % 2] = *reinterpret_cast<uint16_t const*>(
-          token_order + Traits::TileFormat::position_of_column(get<1>(tCcB(make_coord(i % 2, 0), 0, i / 2))));
+      pair[i / 2][i % 2] = *reinterpret_cast<uint16_t const*>(token_order + 8 * i + 2 * (threadIdx.x % 4));
   }
   // v: index in the fragment's first mode, k: block of 16 tokens
-  CUTE_DEVICE int operator()(int v, int k) const { return pair[k][v % 2] >> (8 * (v / 2)) & 0xff; }
+  CUTE_DEVICE int operator()(int v, int k) const {
+    return pair[k][Traits::TileFormat::eight_of(v)] >> (8 * Traits::TileFormat::next_of(v)) & 0xff;
+  }
 };
 
 // The scales of the same tokens, of a codec with scales: p is multiplied by them.
@@ -104,10 +105,10 @@ class ColumnScales {
  public:
   CUTE_DEVICE explicit ColumnScales(uint8_t const* block) {
     if constexpr (Traits::kHasScales) {
-      // Columns 2t + {0, 1} and + 8 of the block k have positions 16 k + 2t + {0, 8} and 1 more.
-      constexpr int kBitmapBytes = Traits::TileFormat::bitmap_rows(Traits::kHeadDim) * format::kRowBytes;
+      // pairs_[i][k]: of positions 16 k + 2t + i and 8 more.
+      constexpr int kBefore = Traits::TileFormat::scale_row(Traits::kHeadDim) * format::kRowBytes;
       static_assert(format::scale_index(16) == 2 && format::scale_index(8) == 1 && format::scale_index(1) == 8);
-      auto const* from = reinterpret_cast<uint4 const*>(block + kBitmapBytes) + 2 * (threadIdx.x % 4);
+      auto const* from = reinterpret_cast<uint4 const*>(block + kBefore) + 2 * (threadIdx.x % 4);
       CUTE_UNROLL
       for (int i = 0; i < 2; ++i) {
         uint4 x = from[i];
@@ -118,8 +119,8 @@ class ColumnScales {
   // p of a token times its scale. v, k: as of LaneTokens
   CUTE_DEVICE float operator()(float p, int v, int k) const {
     if constexpr (!Traits::kHasScales) return p;
-    float2 pair = mma::scale_pair(pairs_[v / 2][k]);
-    return p * (v % 2 ? pair.y : pair.x);
+    float2 pair = mma::scale_pair(pairs_[Traits::TileFormat::next_of(v)][k]);
+    return p * (Traits::TileFormat::eight_of(v) ? pair.y : pair.x);
   }
 
  private:

@@ -32,12 +32,13 @@ CUTE_DEVICE void load_queries(Params const& params, schedule::WorkTile const& wo
     for (int k = 0; k < size<2>(tCcB); ++k) {
       CUTE_UNROLL
       for (int j = 0; j < 2; ++j) {
-        int position = Traits::TileFormat::position_of_column(get<1>(tCcB(make_coord(j, 0), n, k)));
+        int position = 16 * k + 8 * j + 2 * (threadIdx.x % 4);
         uint32_t channels = __ldg(reinterpret_cast<uint16_t const*>(channel_order + position));
         CUTE_UNROLL
         for (int i = 0; i < 2; ++i) {
           int channel = channels >> (8 * i) & 0xff;
-          tCrB(make_coord(j, i), n, k) = channel < params.sparse.head_dim ? q[channel] : Element(0.f);
+          tCrB(Traits::TileFormat::fragment_entry(j, i), n, k) =
+              channel < params.sparse.head_dim ? q[channel] : Element(0.f);
         }
       }
     }
@@ -54,10 +55,12 @@ CUTE_DEVICE void load_scaled_queries(Params const& params, schedule::WorkTile co
     int row = min(8 * n + lane / 4, work_tile.rows - 1);
     auto const* q = static_cast<uint16_t const*>(params.dense.data) + params.head_offset(work_tile) +
                     params.row_offset(work_tile.first_row + row);
-    int position = Traits::TileFormat::position_of_column(16 * k + v % 2) + 2 * (lane % 4) + v / 2;
-    int channel = __ldg(channel_order + position);
+    // Two neighbouring positions are loaded together: the other one's product takes the same words.
+    int position = 16 * k + 8 * Traits::TileFormat::eight_of(v) + 2 * (lane % 4), next = Traits::TileFormat::next_of(v);
+    int channel = __ldg(reinterpret_cast<uint16_t const*>(channel_order + position)) >> (8 * next) & 0xff;
+    float2 scales = mma::scale_pair(__ldg(reinterpret_cast<uint32_t const*>(channel_scale + position)));
     if (channel >= params.sparse.head_dim) return 0.f;
-    return from_half_bits(q[channel], params.sparse.dtype) * format::scale_value(__ldg(channel_scale + position));
+    return from_half_bits(q[channel], params.sparse.dtype) * (next ? scales.y : scales.x);
   };
   mma::load_scaled_rows(tCrB, product, undo);
 }
@@ -67,8 +70,8 @@ CUTE_DEVICE void load_scaled_queries(Params const& params, schedule::WorkTile co
 template <class Traits, class Fragment, int kRows>
 CUTE_DEVICE void scale_logits(uint8_t const* block, float const (&undo)[kRows],
                               Fragment& tCrC /* ((2,2),MMA_M,MMA_N) */) {
-  constexpr int kBitmapBytes = Traits::TileFormat::bitmap_rows(Traits::kHeadDim) * format::kRowBytes;
-  mma::LaneScales<Traits::kM / 16> scales(block + kBitmapBytes, 0);
+  constexpr int kBefore = Traits::TileFormat::scale_row(Traits::kHeadDim) * format::kRowBytes;
+  mma::LaneScales<Traits::kM / 16> scales(block + kBefore, 0);
   CUTE_UNROLL
   for (int n = 0; n < size<2>(tCrC); ++n) {
     CUTE_UNROLL

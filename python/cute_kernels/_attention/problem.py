@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cute_kernels._attention.packed import PackedQueries
 from cute_kernels._runtime.extension import _C
 from cute_kernels._runtime.launching import launch
 
@@ -35,14 +36,21 @@ def pack_problem(
     causal: bool = True,
     num_splits: int = 0,
     expected: tuple[int, int] = (0, 0),
+    packed: PackedQueries | None = None,
 ) -> _C.AttentionProblem:
     """Attention of queries like q (B, Hq, Sq, D); only its shape and strides matter.
 
     keys, values: both contiguous, or both in pages of one table; S caches. num_splits: 0 lets the kernels choose.
     expected: compressed tokens of the longest of q's sequences, and of all of them together, where launches will pass
         lengths; it decides how work is split, so no more than the last bits of results. (0, 0): not known.
+    packed: queries of several sequences in one row of q; launches will pass where each begins.
     """
-    return _C.AttentionProblem(keys, values, window, q.shape[:3], q.stride()[:3], scale, causal, num_splits, expected)
+    sizes, (_, *strides), tokens = q.shape[:3], q.stride()[:3], 0
+    row_stride = q.stride()[0]
+    if packed is not None:
+        sizes, row_stride, tokens = (packed.rows, q.shape[1], packed.most), 0, q.shape[2]
+    options = scale, causal, num_splits, expected, tokens
+    return _C.AttentionProblem(keys, values, window, sizes, (row_stride, *strides), *options)
 
 
 def launch_problem(
@@ -54,6 +62,7 @@ def launch_problem(
     *,
     sequences: Tensor | None = None,
     lengths: Tensor | None = None,
+    query_starts: Tensor | None = None,
     stages_ahead: int = 0,
 ) -> None:
     """Runs the kernels of "cpu", "sm80" or "sm90" for queries q, which are not empty. Arguments were checked.
@@ -61,12 +70,14 @@ def launch_problem(
     out, lse: (B, Hq, Sq, D) of q's dtype and (B, Hq, Sq) float32, contiguous.
     sequences: (B,) int32, contiguous: the cache that a row of q meets; None: row b meets cache b.
     lengths: (S,) int32, contiguous: how many tokens of each compressed cache count, from the first; None: all.
+    query_starts: `PackedQueries.starts`, where the problem was packed with them; (B + 1) for B rows of the batch.
     stages_ahead: depth of the GPU kernels' pipeline, for measurements; 0 lets them choose.
     """
     pointers = (
         q.data_ptr(),
         0 if sequences is None else sequences.data_ptr(),
         0 if lengths is None else lengths.data_ptr(),
+        0 if query_starts is None else query_starts.data_ptr(),
         out.data_ptr(),
         0 if lse is None else lse.data_ptr(),
     )

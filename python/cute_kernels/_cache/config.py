@@ -17,6 +17,8 @@ from cute_kernels._runtime import checks
 from cute_kernels._runtime.extension import _C
 from cute_kernels._runtime.launching import compression_kernels
 from cute_kernels._storage.checks import chosen_codec
+from cute_kernels._storage.storage import BITMAP, TWO_OF_FOUR
+from cute_kernels.rules import TwoOfFour
 
 _MAX_ROWS = 2**31 - 1  # of all slots, as kernels count them
 _MAX_CAPACITY = 2**31 - 1 - 2 * TILE  # kernels count a sequence's tokens in int32, those of a full window among them
@@ -41,6 +43,7 @@ class CacheConfig:
     key_codec: str
     value_codec: str
     slot_rows: SlotRows
+    tile_format: str
     page_bytes: int
     pages: int
     pages_per_sequence: int
@@ -103,7 +106,10 @@ def config(
     both = checks.kept_elements(channels, sparsity, keep)
     kept_k = both if key_keep is None else checks.kept_elements(channels, None, key_keep, "key_keep")
     kept_v = both if value_keep is None else checks.kept_elements(channels, None, value_keep, "value_keep")
+    for_both = "keep" if sparsity is None else "sparsity"
     rules = tile_rules.resolve_pair(key_rule, value_rule)
+    kept_k = rules[0].checked_kept(kept_k, channels, for_both if key_keep is None else "key_keep")
+    kept_v = rules[1].checked_kept(kept_v, channels, for_both if value_keep is None else "value_keep")
     keys, values = TileRule(rules[0], "key", kept_k), TileRule(rules[1], "value", kept_v)
     recent = at_least(window, "window", 0)
     page = at_least(page_tokens, "page_tokens", TILE)
@@ -113,7 +119,11 @@ def config(
     if at_once > MAX_APPEND:
         raise ValueError(f"max_append must be at most {MAX_APPEND}, got {at_once}")
     pages_per_sequence = _pages_per_sequence(most, recent, page)
-    slot_rows = SlotRows.holding(padded, keys.mean_kept(channels), values.mean_kept(channels), codec_k, codec_v)
+    tile_format = TWO_OF_FOUR if all(isinstance(rule, TwoOfFour) for rule in rules) else BITMAP
+    if tile_format == TWO_OF_FOUR:
+        slot_rows = SlotRows.of_pairs(padded, codec_k, codec_v)
+    else:
+        slot_rows = SlotRows.holding(padded, keys.mean_kept(channels), values.mean_kept(channels), codec_k, codec_v)
     page_bytes = heads * (page // TILE) * _tile_bytes(slot_rows.both)
     if pool_tokens is not None and pool_bytes is not None:
         raise ValueError(
@@ -152,6 +162,7 @@ def config(
         key_codec=codec_k,
         value_codec=codec_v,
         slot_rows=slot_rows,
+        tile_format=tile_format,
         page_bytes=page_bytes,
         pages=pages,
         pages_per_sequence=pages_per_sequence,

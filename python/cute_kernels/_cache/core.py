@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cute_kernels._attention.packed import PackedQueries
 from cute_kernels._attention.problem import launch_problem
 from cute_kernels._cache import checks as cache_checks
 from cute_kernels._cache import ops as cache_ops
@@ -242,9 +243,10 @@ class CacheCore:
         sequences: Sequences,
         backend: str,
         lse: Tensor | None = None,
+        packed: PackedQueries | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Returns (out, lse or None)."""
-        return self._attend(q, scale, causal, return_lse, out, sequences, backend, lse)
+        return self._attend(q, scale, causal, return_lse, out, sequences, backend, lse, packed)
 
     def _attend(
         self,
@@ -256,26 +258,35 @@ class CacheCore:
         sequences: Sequences,
         backend: str,
         lse: Tensor | None = None,
+        packed: PackedQueries | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        rows = self.rows(sequences, q.shape[0], "q")
+        if packed is None:
+            rows = self.rows(sequences, q.shape[0], "q")
+        else:
+            rows = self.rows(sequences, packed.rows, "cu_seqlens_q")
+            if not self.captured:
+                packed.check_held([self.table.rows[row].tokens for row in rows])
         if out is not None:
             checks.apart(out, q=q)
         name = resolve(backend, self.config.device)
         if name == "reference":
             self.refresh("attend with backend 'reference'")
-            out, lse = attend_reference(q, [self.dense(row) for row in rows], scale, causal, out, lse)
+            out, lse = attend_reference(q, [self.dense(row) for row in rows], scale, causal, out, lse, packed)
             return out, lse if return_lse else None
         storage = self.storage
         if out is None:
             out = q.new_empty(*q.shape)
         if lse is None and return_lse:
             lse = q.new_empty(*q.shape[:3], dtype=torch.float32)
-        if out.numel():
+        if out.numel() and rows:
             q = checks.plain(q)
             named = None if sequences is None else storage.numbers(rows, capturing=self.capturing())
+            starts = None if packed is None else packed.on_device(q.device)
             expected = self.table.expected(rows, reserved=self.capturing())
-            problem = storage.problem(q, scale, causal, expected=expected)
-            launch_problem(problem, q, out, lse, name, sequences=named, lengths=storage.lengths)
+            problem = storage.problem(q, scale, causal, expected=expected, packed=packed)
+            launch_problem(
+                problem, q, out, lse, name, sequences=named, lengths=storage.lengths, query_starts=starts
+            )
         return out, lse
 
     def step(

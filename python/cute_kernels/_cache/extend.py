@@ -79,10 +79,12 @@ def store_run(
     tiles: Tiles,
     numbers: Tensor,
     prune: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
+    constrained: Tensor | None = None,
 ) -> None:
     """Stores the tiles of a run. Writes over nothing that the sequences hold: `settle_run` makes the tiles theirs.
 
     numbers: the run's rows, int32 on the device. prune: of whole tiles k and v, before the kernels' own pruning.
+    constrained: as for `page_pool.store`.
     Tiles of new tokens alone are compressed from k and v, without a copy.
     """
     if tiles.stored == 0:
@@ -90,7 +92,7 @@ def store_run(
 
     def store(k: Tensor, v: Tensor, first: int, choose: bool) -> None:
         k, v = (k, v) if prune is None else prune(k, v)
-        page_pool.store(pool, k, v, numbers, torch.full_like(numbers, first), choose)
+        page_pool.store(pool, k, v, numbers, torch.full_like(numbers, first), choose, constrained=constrained)
 
     old, new = parts(windows, k, v, run)
     skipped = tiles.first * TILE_TOKENS - run.compressed  # tokens of the window whose tiles are stored

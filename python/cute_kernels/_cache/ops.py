@@ -16,6 +16,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from cute_kernels._attention import packed as packed_queries
+from cute_kernels._attention.packed import PackedQueries
 from cute_kernels._cache import checks
 from cute_kernels._runtime import ops
 
@@ -45,6 +47,7 @@ class Target(Protocol):
         sequences: Sequences,
         backend: str,
         lse: Tensor | None,
+        packed: PackedQueries | None,
     ) -> tuple[Tensor, Tensor | None]: ...
 
 
@@ -79,11 +82,14 @@ def attend(
     out: Tensor | None,
     sequences: Sequences,
     backend: str,
+    packed: PackedQueries | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     if out is None:
         out = q.new_empty(q.shape)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32) if return_lse else None
-    _ATTEND(target.content, target.number, q, *_named(sequences), scale, causal, backend, out, lse)
+    starts, most = (None, None) if packed is None else (packed.starts, packed.most)
+    named = *_named(sequences), starts, most
+    _ATTEND(target.content, target.number, q, *named, scale, causal, backend, out, lse)
     return out, lse
 
 
@@ -105,6 +111,8 @@ def _attend(
     q: Tensor,
     rows: Sequence[int] | None,
     row_tensor: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    max_seqlen_q: int | None,
     scale: float,
     causal: bool,
     backend: str,
@@ -113,7 +121,9 @@ def _attend(
 ) -> None:
     target = _target(number)
     checks.queries(target.config, q)
-    target.attend(q, scale, causal, lse is not None, out, rows if row_tensor is None else row_tensor, backend, lse)
+    packed = packed_queries.check(cu_seqlens_q, max_seqlen_q, q)
+    sequences = rows if row_tensor is None else row_tensor
+    target.attend(q, scale, causal, lse is not None, out, sequences, backend, lse, packed)
 
 
 _NAMED = "SymInt[]? rows, Tensor? row_tensor"
@@ -121,8 +131,8 @@ _APPEND = ops.define(
     f"kv_cache_append(Tensor(a!) content, SymInt number, Tensor k, Tensor v, {_NAMED}) -> ()", _append, ops.no_results
 )
 _ATTEND = ops.define(
-    f"kv_cache_attend(Tensor content, SymInt number, Tensor q, {_NAMED}, float scale, bool causal, str backend, "
-    "Tensor(a!) out, Tensor(b!)? lse) -> ()",
+    f"kv_cache_attend(Tensor content, SymInt number, Tensor q, {_NAMED}, Tensor? cu_seqlens_q, SymInt? max_seqlen_q, "
+    "float scale, bool causal, str backend, Tensor(a!) out, Tensor(b!)? lse) -> ()",
     _attend,
     ops.no_results,
 )

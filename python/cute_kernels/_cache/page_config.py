@@ -15,6 +15,7 @@ from torch import Tensor
 
 from cute_kernels._cache.slot_rows import SlotRows
 from cute_kernels._runtime.extension import _C, SCALED_CODECS
+from cute_kernels._storage.storage import BITMAP
 
 TILE_TOKENS: int = _C.format.TILE_TOKENS
 MAX_APPEND = TILE_TOKENS  # tokens that one call of `append` takes
@@ -46,7 +47,7 @@ class PageConfig:
     """Sizes that the pages of one layer have in common.
 
     kv_heads, head_dim, dtype: of k and v. key_keep, value_keep: elements that a token keeps, 0: every nonzero.
-    key_codec, value_codec: how they are stored.
+    key_codec, value_codec: how they are stored. tile_format: of both.
     tiles_per_page: tiles of 64 tokens in a page. slot_rows: rows of the slot of a tile.
     shares_orders: whether all sequences have the same channel orders, so that a page serves any of them.
     recent: tokens of a sequence that stay dense at least. max_append: new tokens that one call of `append` takes.
@@ -67,6 +68,7 @@ class PageConfig:
     stores_full: bool
     key_codec: str
     value_codec: str
+    tile_format: str = BITMAP
 
     @cached_property
     def padded_head_dim(self) -> int:

@@ -20,19 +20,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cute_kernels._cache import pair_pool
 from cute_kernels._cache.page_config import MAX_APPEND, TILE_TOKENS
 from cute_kernels._cache.pool import Pool, Share, Windows
 from cute_kernels._runtime import checks
 from cute_kernels._runtime.extension import _C
 from cute_kernels._runtime.launching import address, compression_kernels, launch
 from cute_kernels._storage import steps
+from cute_kernels._storage.storage import TWO_OF_FOUR
 
 _NEW_ORDER = {False: 0, True: 1, None: 2}
 _SCRATCH_FRACTION = 0.05  # scratch of `store`, of the bytes of k, v and their tiles; at least one tile's
 
 
 def store(
-    pool: Pool, k: Tensor, v: Tensor, sequences: Tensor, first_tiles: Tensor, new_order: bool | None = None
+    pool: Pool,
+    k: Tensor,
+    v: Tensor,
+    sequences: Tensor,
+    first_tiles: Tensor,
+    new_order: bool | None = None,
+    *,
+    constrained: Tensor | None = None,
 ) -> None:
     """Prunes, compresses and stores whole tiles of k and v: row i becomes the tiles of sequence sequences[i] from
     first_tiles[i] on.
@@ -42,7 +51,10 @@ def store(
     new_order: whether the sequences' channel orders are chosen anew from these tokens, and scales of channels from the
         first 64; None: of those rows whose first tile is 0. Shared ones stay.
 
-    Tiles without a page are left out, and `pool.error` is set. Callers set the sequences' lengths.
+    constrained: int64 (2,), of keys and values, to which a pool of two of four adds what the pattern loses.
+
+    Tiles without a page are left out, and `pool.error` is set; in a pool of two of four all tiles must have one.
+    Callers set the sequences' lengths.
 
     Raises TypeError or ValueError for a wrong class, dtype, shape, stride or device.
     """
@@ -56,6 +68,9 @@ def store(
     if tokens % TILE_TOKENS:
         raise ValueError(f"k and v must have whole tiles of {TILE_TOKENS} tokens, got shape {tuple(k.shape)}")
     if not k.numel():
+        return
+    if pool.tile_format == TWO_OF_FOUR:
+        pair_pool.store(pool, k, v, sequences, first_tiles, bool(new_order), constrained)
         return
     kernels = compression_kernels(pool.device)
     k, v = checks.plain(k), checks.plain(v)
@@ -176,6 +191,8 @@ def load(pool: Pool, sequence: int, first_tile: int, tiles: int) -> tuple[Tensor
         raise ValueError(f"sequence must be from 0 to {pool.sequences - 1}, got {sequence}")
     if first_tile < 0 or tiles < 0 or first_tile + tiles > last:
         raise ValueError(f"tiles must be within the {last} of a sequence, got {tiles} from {first_tile} on")
+    if pool.tile_format == TWO_OF_FOUR and tiles:
+        return pair_pool.load(pool, sequence, first_tile, tiles)
     shape = (pool.kv_heads, tiles * TILE_TOKENS, pool.head_dim)
     k, v = (torch.empty(shape, dtype=pool.dtype, device=pool.device) for _ in range(2))
     if k.numel():

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cute_kernels._attention import packed as packed_queries
+from cute_kernels._attention.packed import PackedQueries
 from cute_kernels._attention.problem import launch_problem, pack_problem
 from cute_kernels._cache import page_pool
 from cute_kernels._cache.page_config import TILE_TOKENS, scale_names
@@ -78,6 +80,7 @@ def attend(
     windows: Windows | None,
     lengths: Tensor,
     sequences: Tensor | None,
+    packed: PackedQueries | None,
     scale: float,
     causal: bool,
     expected: tuple[int, int],
@@ -88,16 +91,24 @@ def attend(
     """Behind the checks; writes out and lse."""
     checks.apart(out, q=q, blocks=pool.blocks)
     name = resolve(backend, pool.device)
-    if not out.numel():
+    rows = q.shape[0] if packed is None else packed.rows
+    if packed is not None and pool.device.type == "cpu":
+        indices = range(rows) if sequences is None else sequences.tolist()
+        in_windows = [0] * pool.sequences if windows is None else windows.lengths.tolist()
+        packed.check_held([int(lengths[index]) + in_windows[index] for index in indices])
+    if not out.numel() or not rows:
         return
     if name == "reference":
-        rows = range(q.shape[0]) if sequences is None else sequences.tolist()
-        attend_reference(q, [_tokens(pool, windows, lengths, row) for row in rows], scale, causal, out, lse)
+        indices = range(rows) if sequences is None else sequences.tolist()
+        caches = [_tokens(pool, windows, lengths, index) for index in indices]
+        attend_reference(q, caches, scale, causal, out, lse, packed)
         return
     q = checks.plain(q)
     window = None if windows is None else windows.attention_window
-    problem = pack_problem(pool.key_view, pool.value_view, window, q, scale=scale, causal=causal, expected=expected)
-    launch_problem(problem, q, out, lse, name, sequences=sequences, lengths=lengths)
+    starts = None if packed is None else packed.on_device(q.device)
+    options: dict[str, Any] = {"scale": scale, "causal": causal, "expected": expected, "packed": packed}
+    problem = pack_problem(pool.key_view, pool.value_view, window, q, **options)
+    launch_problem(problem, q, out, lse, name, sequences=sequences, lengths=lengths, query_starts=starts)
 
 
 def _tokens(pool: Pool, windows: Windows | None, lengths: Tensor, sequence: int) -> tuple[Tensor, Tensor]:
@@ -144,6 +155,8 @@ def _attend(
     windows: list[Tensor],
     lengths: Tensor,
     sequences: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    max_seqlen_q: int | None,
     pool_sizes: list[int],
     window_sizes: list[int],
     scale: float,
@@ -155,7 +168,8 @@ def _attend(
 ) -> None:
     longest, total = expected
     views = make_pool(pool, pool_sizes, q.dtype), make_windows(windows, window_sizes)
-    attend(q, *views, lengths, sequences, scale, causal, (longest, total), backend, out, lse)
+    packed = packed_queries.check(cu_seqlens_q, max_seqlen_q, q)
+    attend(q, *views, lengths, sequences, packed, scale, causal, (longest, total), backend, out, lse)
 
 
 def _export(
@@ -188,9 +202,9 @@ APPEND = ops.define(
     ops.no_results,
 )
 ATTEND = ops.define(
-    "paged_attend(Tensor q, Tensor[] pool, Tensor[] windows, Tensor lengths, Tensor? sequences, int[] pool_sizes, "
-    "int[] window_sizes, float scale, bool causal, SymInt[] expected, str backend, Tensor(a!) out, Tensor(b!)? lse) "
-    "-> ()",
+    "paged_attend(Tensor q, Tensor[] pool, Tensor[] windows, Tensor lengths, Tensor? sequences, Tensor? cu_seqlens_q, "
+    "SymInt? max_seqlen_q, int[] pool_sizes, int[] window_sizes, float scale, bool causal, SymInt[] expected, "
+    "str backend, Tensor(a!) out, Tensor(b!)? lse) -> ()",
     _attend,
     ops.no_results,
 )

@@ -12,9 +12,10 @@ from torch import Tensor
 from cute_kernels._attention.problem import pack_window
 from cute_kernels._cache.page_config import MAX_APPEND, TILE_TOKENS, PageConfig, window_tensors
 from cute_kernels._cache.slot_rows import SlotRows
-from cute_kernels._runtime.extension import _C, CODEC_CODES, DTYPE_CODES, ROLE_CODES, own_codec
+from cute_kernels._runtime.extension import _C, CODEC_CODES, DTYPE_CODES, ROLE_CODES, TILE_FORMATS, own_codec
 from cute_kernels._runtime.launching import address
 from cute_kernels._storage.steps import ONE_PAIR, rows_before_values
+from cute_kernels._storage.storage import BITMAP
 
 
 class _Tensors:
@@ -57,6 +58,7 @@ class Pool(_Tensors):
     value_codec: str
     key_scales: Tensor | None = None  # bf16, like key_channels: channel position -> scale; of a codec with scales
     value_scales: Tensor | None = None
+    tile_format: str = BITMAP
 
     @classmethod
     def allocate(
@@ -76,6 +78,7 @@ class Pool(_Tensors):
         shares_orders: bool = False,
         key_codec: str | None = None,
         value_codec: str | None = None,
+        tile_format: str = BITMAP,
     ) -> Pool:
         """A pool in memory of its own, `initialize`d.
 
@@ -98,6 +101,7 @@ class Pool(_Tensors):
             stores_full=False,
             key_codec=codecs[0],
             value_codec=codecs[1],
+            tile_format=tile_format,
         )
         tensors = sizes.pool_tensors(pages, sequences, pages_per_sequence)
         pool = cls.of(sizes, **{name: size.empty(device) for name, size in tensors.items()})
@@ -118,6 +122,7 @@ class Pool(_Tensors):
             slot_rows=sizes.slot_rows,
             key_codec=sizes.key_codec,
             value_codec=sizes.value_codec,
+            tile_format=sizes.tile_format,
         )
 
     def initialize(self) -> None:
@@ -130,7 +135,7 @@ class Pool(_Tensors):
             (self.value_rows, self.value_codec, self.value_scales),
         ):
             before = rows_before_values(padded, codec)
-            rows.fill_(before)
+            rows.fill_(before if self.tile_format == BITMAP else _C.format.two_of_four_rows(padded, CODEC_CODES[codec]))
             if scales is not None:
                 self.blocks[:, first + _C.format.bitmap_rows(padded) : first + before].fill_(ONE_PAIR)
                 scales.fill_(1)
@@ -220,6 +225,7 @@ class Pool(_Tensors):
             self.slot_rows.both,
             rows_before,
             self.shares_orders,
+            TILE_FORMATS[self.tile_format],
         )
 
 

@@ -41,6 +41,14 @@ class SlotRows:
             both = min(both, sum(rows_before_values(padded_head_dim, codec) for codec in codecs) + rows)
         return cls(keys, values, both)
 
+    @classmethod
+    def of_pairs(cls, padded_head_dim: int, key_codec: str, value_codec: str) -> SlotRows:
+        """For tiles of the format of exactly two of four, which have one size."""
+        keys, values = (
+            _C.format.two_of_four_rows(padded_head_dim, CODEC_CODES[codec]) for codec in (key_codec, value_codec)
+        )
+        return cls(keys, values, keys + values)
+
     def check(self, padded_head_dim: int, key_codec: str, value_codec: str) -> None:
         """Raises ValueError for slots without a row of values, or with more rows than a tile can take."""
         before = {}

@@ -13,6 +13,7 @@ from dataclasses import fields
 import torch
 from torch import Tensor
 
+from cute_kernels._attention.packed import PackedQueries
 from cute_kernels._attention.problem import pack_problem
 from cute_kernels._cache import extend, page_pool
 from cute_kernels._cache.config import CacheConfig
@@ -20,6 +21,7 @@ from cute_kernels._cache.extend import Run, Tiles
 from cute_kernels._cache.pool import Pool, Share, Windows
 from cute_kernels._cache.sequences import TILE, Changes, Row
 from cute_kernels._runtime.extension import _C
+from cute_kernels._storage.storage import TWO_OF_FOUR
 
 _REMEMBERED = 64  # groups of sequences whose numbers stay on the device
 
@@ -47,9 +49,11 @@ class CacheStorage:
             slot_rows=made_for.slot_rows,
             key_codec=made_for.key_codec,
             value_codec=made_for.value_codec,
+            tile_format=made_for.tile_format,
             device=device,
         )
         self._rules = made_for.keys, made_for.values
+        self.constrained = torch.zeros(2, dtype=torch.int64, device=device)  # of keys and values: Rule.constrained
         self.windows = Windows.allocate(self.pool, made_for.recent, made_for.max_append)
         self.lengths = torch.zeros(sequences, dtype=torch.int32, device=device)
         self._numbers = torch.arange(sequences, dtype=torch.int32, device=device)
@@ -68,25 +72,32 @@ class CacheStorage:
                 if isinstance(to, Tensor):
                     _copy_into(to, of)
         _copy_into(new.lengths, self.lengths)
-        new.content, new._remembered = self.content, self._remembered
+        new.content, new._remembered, new.constrained = self.content, self._remembered, self.constrained
         return new
 
     @property
     def nbytes(self) -> int:
-        others = self.lengths, self._numbers, self.content
+        others = self.lengths, self._numbers, self.content, self.constrained
         return self.pool.nbytes + self.windows.nbytes + sum(tensor.nbytes for tensor in others)
 
     def problem(
-        self, q: Tensor, scale: float, causal: bool = True, *, expected: tuple[int, int]
+        self,
+        q: Tensor,
+        scale: float,
+        causal: bool = True,
+        *,
+        expected: tuple[int, int],
+        packed: PackedQueries | None = None,
     ) -> _C.AttentionProblem:
-        """Attention of queries like q over all that sequences hold; expected: see pack_problem. Valid as long as this
-        object; the last one is kept."""
-        wanted = q.shape, q.stride(), scale, causal, expected
+        """Attention of queries like q over all that sequences hold; expected, packed: see pack_problem. Valid as long
+        as this object; the last one is kept."""
+        rows = None if packed is None else (packed.rows, packed.most)
+        wanted = q.shape, q.stride(), scale, causal, expected, rows
         known, problem = self._problem
         if problem is None or known != wanted:
             views = self.pool.key_view, self.pool.value_view
             window = self.windows.attention_window
-            problem = pack_problem(*views, window, q, scale=scale, causal=causal, expected=expected)
+            problem = pack_problem(*views, window, q, scale=scale, causal=causal, expected=expected, packed=packed)
             self._problem = wanted, problem
         return problem
 
@@ -134,7 +145,9 @@ class CacheStorage:
         """The tiles that get full with the last run.tokens of k and v (B, Hkv, T, D). Writes over nothing that the
         sequences hold: `settle` makes the tiles theirs."""
         numbers = self._numbers[run.row : run.row + run.count]
-        extend.store_run(self.pool, self.windows, k, v, run, self._tiles(run, tiles), numbers, self._prune)
+        extend.store_run(
+            self.pool, self.windows, k, v, run, self._tiles(run, tiles), numbers, self._prune, self.constrained
+        )
 
     def settle(self, k: Tensor, v: Tensor, run: Run, tiles: int) -> None:
         """Windows and lengths after `store` of the same."""
@@ -145,8 +158,10 @@ class CacheStorage:
         return Tiles(run.compressed // TILE, tiles, tiles)
 
     def _prune(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if self.pool.tile_format == TWO_OF_FOUR:  # chosen as tiles are stored, in the order of the sequence's channels
+            return k, v
         keys, values = self._rules
-        return keys.prune(k), values.prune(v)
+        return keys.prune(k, self.constrained[0]), values.prune(v, self.constrained[1])
 
     def move(self, targets: Sequence[int], sources: Sequence[int]) -> None:
         """Row targets[i] becomes a copy of row sources[i], except for its pages."""
@@ -208,12 +223,13 @@ class CacheStorage:
         return lengths[:sequences], lengths[sequences:], bool(failed)
 
     def dropped(self) -> dict[str, int]:
-        """Tiles that exceeded their slots, the nonzeros that they lost, and nonzeros that the codec cannot store. Waits
-        for the device."""
+        """Tiles that exceeded their slots, and the nonzeros that they lost; nonzeros that the codec cannot store, and
+        those that a rule's constraint lost. Waits for the device."""
         names = ("key_tiles_trimmed", "key_values_dropped", "value_tiles_trimmed", "value_values_dropped")
         refused = "key_values_refused", "value_values_refused"
-        counts = torch.cat([self.pool.dropped.flatten(), self.pool.refused]).tolist()
-        return dict(zip((*names, *refused), counts, strict=True))
+        constrained = "key_values_constrained", "value_values_constrained"
+        counts = torch.cat([self.pool.dropped.flatten(), self.pool.refused, self.constrained]).tolist()
+        return dict(zip((*names, *refused, *constrained), counts, strict=True))
 
     def _pages_content(self) -> tuple[Tensor, ...]:
         """What a page consists of: tensors of slots."""

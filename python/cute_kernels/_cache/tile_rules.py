@@ -42,14 +42,20 @@ class TileRule:
             raise ValueError(f"mean_kept of {self.role}_rule must be at least 0, got {mean}")
         return min(mean, head_dim)
 
-    def prune(self, x: Tensor) -> Tensor:
-        """What the kernels are to store of whole tiles x, (n, Hkv, 64 c, D); a new tensor unless they prune."""
+    def prune(self, x: Tensor, constrained: Tensor | None = None) -> Tensor:
+        """What the kernels are to store of whole tiles x, (n, Hkv, 64 c, D); a new tensor unless they prune.
+
+        constrained: what `Rule.constrained` says is added to this int64.
+        """
         if self.in_kernels:
             return x
         pruned = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         for row, out in zip(x, pruned):  # row by row: scores and sorted indices take many times the memory of x
-            tiles = self.rule.prune(row.unflatten(1, (-1, TILE)).transpose(0, 1), self.kept, self.role)
+            dense = row.unflatten(1, (-1, TILE)).transpose(0, 1)
+            tiles = self.rule.prune(dense, self.kept, self.role)
             out.copy_(tiles.transpose(0, 1).flatten(1, 2))
+            if constrained is not None and (lost := self.rule.constrained(dense, tiles, self.kept)) is not None:
+                constrained += lost
         return pruned
 
 

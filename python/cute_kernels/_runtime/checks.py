@@ -73,8 +73,8 @@ def device(found: torch.device, name: str, expected: torch.device, of: str) -> N
 
 
 def unit_stride(value: Tensor, name: str) -> None:
-    """Rows must be dense in memory; the other strides are free."""
-    if value.stride()[-1] != 1 and value.shape[-1] > 1:
+    """Rows must be dense in memory; the other strides are free. A number, of no dimension, passes."""
+    if value.dim() and value.stride()[-1] != 1 and value.shape[-1] > 1:
         raise ValueError(
             f"{name} must have stride 1 in its last dimension, got strides {tuple(value.stride())}; "
             f"pass {name}.contiguous()"

@@ -14,7 +14,7 @@ except ImportError as error:
 ROLE_CODES: dict[str, int] = _C.format.ROLES
 DTYPE_CODES: dict[torch.dtype, int] = {getattr(torch, name): code for name, code in _C.format.DTYPES.items()}
 CODEC_CODES: dict[str, int] = _C.format.CODECS
-TILE_FORMATS: tuple[str, ...] = tuple(_C.format.TILE_FORMATS)
+TILE_FORMATS: dict[str, int] = _C.format.TILE_FORMATS
 
 # Tables rather than calls of the extension: checks of arguments read them, and a compiler cannot follow such a call.
 LARGEST_HEAD_DIM: int = max(_C.format.HEAD_DIMS)

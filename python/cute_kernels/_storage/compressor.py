@@ -10,7 +10,7 @@ from torch import Tensor
 from cute_kernels._runtime.extension import _C, SCALED_CODECS
 from cute_kernels._runtime.launching import Kernels, address, compression_kernels
 from cute_kernels._storage import steps, tile_reader
-from cute_kernels._storage.storage import Storage, refusal
+from cute_kernels._storage.storage import BITMAP, Storage, refusal
 from cute_kernels._storage.validation import MAX_ROWS
 
 
@@ -23,6 +23,7 @@ class Cache:
     kept: int  # elements of a token that the kernels keep; 0: all nonzeros
     codec: str
     out: Storage | None
+    tile_format: str = BITMAP
 
     @property
     def tiles(self) -> int:
@@ -118,7 +119,7 @@ def _fill(kernels: Kernels, cache: Cache, parts: _Parts, stream: int) -> Storage
     out = cache.out
     assert out is not None
     if kernels.device.type == "cpu" and cache.codec in SCALED_CODECS:
-        _check_refused(cache, int(parts.totals[-1]))
+        check_refused(cache, int(parts.totals[-1]))
     if out.token_order is not parts.token_order:  # values of a pair
         out.token_order.copy_(parts.token_order)
     rows = out.blocks.shape[0]
@@ -126,12 +127,12 @@ def _fill(kernels: Kernels, cache: Cache, parts: _Parts, stream: int) -> Storage
     return out
 
 
-def _check_refused(cache: Cache, refused: int) -> None:
+def check_refused(cache: Cache, refused: int) -> None:
     if refused:
-        raise ValueError(refusal(_name(cache), refused, cache.codec))
+        raise ValueError(refusal(name_of(cache), refused, cache.codec))
 
 
-def _name(cache: Cache) -> str:
+def name_of(cache: Cache) -> str:
     return "k" if cache.role == "key" else "v"
 
 
@@ -158,10 +159,10 @@ def _allocate(kernels: Kernels, caches: list[Cache], parts: list[_Parts], totals
     results: list[Storage] = []
     for cache, part, guess, (rows, max_tile_rows, nnz, refused) in zip(caches, parts, guesses, pending.read()):
         if cache.codec in SCALED_CODECS:
-            _check_refused(cache, refused)
+            check_refused(cache, refused)
         if rows > MAX_ROWS:
             raise ValueError(
-                f"{_name(cache)} of shape {tuple(cache.x.shape)} would take {rows} rows of 128 "
+                f"{name_of(cache)} of shape {tuple(cache.x.shape)} would take {rows} rows of 128 "
                 f"bytes, at most {MAX_ROWS} can be addressed: compress it in parts"
             )
         if guess is not None and rows <= guess.shape[0]:

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from cute_kernels._runtime.checks import shown
 from cute_kernels._runtime.extension import CODEC_CODES, ROLE_CODES, SCALED_CODECS, TILE_FORMATS, codecs_of, own_codec
-from cute_kernels._storage.storage import TENSORS, TILE_FORMAT, Storage
+from cute_kernels._storage.storage import BITMAP, TENSORS, Storage
 from cute_kernels._storage.validation import ALIGNMENT, check_tensors
 
 FORMAT_NAME = "cute_kernels.sparse_kv"
 FORMAT_VERSION = 5
 OLDEST_VERSION = 3  # without codec and tile_format: every cache was stored in the own codec of its dtype
+_TWO_OF_FOUR_VERSION = 5
 _OLD_CODEC = "e4m3"  # of version 4: without scales
 
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -28,7 +29,7 @@ def state_metadata(storage: Storage) -> dict[str, Any]:
     return {
         "format": FORMAT_NAME,
         "version": FORMAT_VERSION,
-        "tile_format": TILE_FORMAT,
+        "tile_format": storage.tile_format,
         "codec": storage.codec,
         "role": storage.role,
         "dtype": str(storage.dtype).removeprefix("torch."),
@@ -94,6 +95,7 @@ def _checked_metadata(metadata: object) -> dict[str, Any]:
         "role": role,
         "dtype": _DTYPES[dtype],
         "codec": _checked_codec(metadata, _DTYPES[dtype]),
+        "tile_format": BITMAP if version == OLDEST_VERSION else _checked_tile_format(metadata["tile_format"], version),
         "shape": tuple(shape),
         "max_tile_rows": metadata["max_tile_rows"],
     }
@@ -102,9 +104,7 @@ def _checked_metadata(metadata: object) -> dict[str, Any]:
 def _checked_codec(metadata: Mapping[str, Any], dtype: torch.dtype) -> str:
     if metadata["version"] == OLDEST_VERSION:
         return own_codec(dtype)
-    tile_format, codec = metadata["tile_format"], metadata["codec"]
-    if not isinstance(tile_format, str) or tile_format not in TILE_FORMATS:
-        raise ValueError(f"metadata: tile_format must be one of {', '.join(TILE_FORMATS)}, got {shown(tile_format)}")
+    codec = metadata["codec"]
     if codec == _OLD_CODEC:
         raise ValueError(
             f"metadata: codec '{_OLD_CODEC}' of format version 4 has no scales and is not read any more; compress the "
@@ -115,6 +115,13 @@ def _checked_codec(metadata: Mapping[str, Any], dtype: torch.dtype) -> str:
     if codec not in codecs_of(dtype):
         raise ValueError(f"metadata: codec '{codec}' does not store {metadata['dtype']}")
     return codec
+
+
+def _checked_tile_format(tile_format: object, version: int) -> str:
+    allowed = tuple(TILE_FORMATS) if version >= _TWO_OF_FOUR_VERSION else (BITMAP,)
+    if not isinstance(tile_format, str) or tile_format not in allowed:
+        raise ValueError(f"metadata: tile_format must be one of {', '.join(allowed)}, got {shown(tile_format)}")
+    return tile_format
 
 
 def _is_size(value: object) -> bool:

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_kernels._runtime.extension import _C, CODEC_CODES, DTYPE_CODES, ROLE_CODES, own_codec
+from cute_kernels._runtime.extension import _C, CODEC_CODES, DTYPE_CODES, ROLE_CODES, TILE_FORMATS, own_codec
 from cute_kernels._runtime.launching import address
 
 TENSORS = ("blocks", "row_offsets", "token_order", "channel_order", "channel_scale")  # the last: codecs with scales
-TILE_FORMAT = "bitmap"  # of every storage: one of TILE_FORMATS
+BITMAP, TWO_OF_FOUR = "bitmap", "two_of_four"  # tile formats
 
 
 def refusal(name: str, values: int, codec: str) -> str:
@@ -27,7 +27,7 @@ class Storage:
 
     blocks, row_offsets, token_order, channel_order: contiguous, on one device. channel_scale: likewise; None for a
         codec without scales.
-    dtype: of the dense cache, and of what multiplies. codec: how nonzeros are stored.
+    dtype: of the dense cache, and of what multiplies. codec: how nonzeros are stored. tile_format: where they are.
     max_tile_rows: rows of the longest tile. nnz: nonzeros; None: not counted yet.
     totals: of a preallocated cache, `steps.TOTALS` numbers of its content, on the device. `blocks` and `max_tile_rows`
         are upper bounds then. keep: it takes caches of so many elements a token; 0: of any number.
@@ -43,6 +43,7 @@ class Storage:
     codec: str
     shape: torch.Size  # (B, Hkv, T, D)
     max_tile_rows: int
+    tile_format: str = BITMAP
     channel_scale: Tensor | None = None
     nnz: int | None = None
     keep: int = 0
@@ -118,5 +119,6 @@ class Storage:
                 tokens,
                 head_dim,
                 self.max_tile_rows,
+                TILE_FORMATS[self.tile_format],
             )
         return self._view

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from cute_kernels._runtime.extension import _C, CODEC_CODES, ROLE_CODES, SCALED_CODECS
-from cute_kernels._storage.storage import Storage
+from cute_kernels._storage.storage import TWO_OF_FOUR, Storage
 
 _CHUNK_ELEMENTS = 1 << 22  # bounds the memory of a chunk's temporaries, some 100 bytes an element
 _HALF_BITS = 16  # of a word: what each of its streams has with a codec of 16 bits
@@ -146,7 +146,9 @@ def element_bits(storage: Storage, first: int, last: int) -> Tensor:
 
 
 def count_nonzeros(storage: Storage) -> int:
-    """Bits of all bitmaps. Waits for the device."""
+    """Bits of all bitmaps, or stored values that are not zero. Waits for the device."""
+    if storage.tile_format == TWO_OF_FOUR:
+        return sum(int(is_nonzero(storage, stored_pairs(storage, *chunk)[0]).sum()) for chunk in chunks(storage))
     return sum(int(element_bits(storage, *chunk).sum()) for chunk in chunks(storage))
 
 
@@ -167,6 +169,75 @@ def element_codes(storage: Storage, first: int, last: int) -> Tensor:
     begin = storage.row_offsets[first:last].long()[:, None, None, None] + layout.first_value_row
     stored = (storage.blocks[(begin + row).clamp(max=len(storage.blocks) - 1), lane].long() >> shift) & values.mask
     return torch.where(bits, stored.view(bits.shape), 0)
+
+
+# ---- Exactly two of four ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PairLayout:
+    """G groups of all lanes, of tiles of one role, padded head dim and codec. Words are counted in a block."""
+
+    position: Tensor  # (G, 4) token_position * padded head dim + channel_position
+    metadata_word: Tensor  # (G,)
+    metadata_bit: Tensor  # (G,)
+    value_word: Tensor  # (G, 2)
+    value_bit: Tensor  # (G, 2)
+    rows: int  # of a block
+
+
+@lru_cache(maxsize=64)
+@_disable_current_modes()
+def pair_layout(role: str, padded_head_dim: int, codec: str, device: torch.device) -> PairLayout:
+    lanes, code = _C.format.LANES, CODEC_CODES[codec]
+    table = torch.tensor(_C.format.two_of_four_groups(ROLE_CODES[role], padded_head_dim), device="cpu")
+    of_lane = len(table) // lanes
+    places = [[_C.format.two_of_four_place(group, i, code) for i in range(2)] for group in range(of_lane)]
+    row, bit = torch.tensor(places, device="cpu").repeat(lanes, 1, 1).unbind(-1)
+    first = _C.format.bitmap_rows(padded_head_dim) + _C.format.scale_rows(code)
+    lane = torch.arange(lanes, device="cpu").repeat_interleave(of_lane)
+    return PairLayout(
+        position=table[:, :4].to(device),
+        metadata_word=table[:, 4].to(device),
+        metadata_bit=table[:, 5].to(device),
+        value_word=((first + row) * lanes + lane[:, None]).to(device),
+        value_bit=bit.to(device),
+        rows=_C.format.two_of_four_rows(padded_head_dim, code),
+    )
+
+
+def pairs_of(storage: Storage) -> PairLayout:
+    return pair_layout(storage.role, storage.padded_head_dim, storage.codec, storage.device)
+
+
+def pair_blocks(storage: Storage, first: int, last: int) -> Tensor:
+    """(tiles, words of a block) int64."""
+    rows = pairs_of(storage).rows
+    return storage.blocks[first * rows : last * rows].long().view(last - first, -1)
+
+
+def pair_metadata(storage: Storage, first: int, last: int) -> Tensor:
+    """(tiles, G): which two of a group's four, two bits each."""
+    layout = pairs_of(storage)
+    return pair_blocks(storage, first, last)[:, layout.metadata_word] >> layout.metadata_bit & 15
+
+
+def stored_pairs(storage: Storage, first: int, last: int) -> tuple[Tensor, Tensor]:
+    """(tiles, 2 G) int64 each: the stored bits of all values, and their positions."""
+    layout, metadata = pairs_of(storage), pair_metadata(storage, first, last)
+    kept = torch.stack([metadata & 3, metadata >> 2], dim=-1)  # (tiles, G, 2)
+    position = layout.position.expand(last - first, -1, -1).gather(2, kept)
+    words = pair_blocks(storage, first, last)[:, layout.value_word]
+    codes = words >> layout.value_bit & values_of(storage).mask
+    return codes.flatten(1), position.flatten(1)
+
+
+def is_nonzero(storage: Storage, codes: Tensor) -> Tensor:
+    values = values_of(storage)
+    return codes & values.mask >> 1 != 0 if values.numbers is None else values.numbers[codes] != 0
+
+
+# ---- Both tile formats -----------------------------------------------------------------------------------------------
 
 
 def token_scales(storage: Storage, first: int, last: int) -> Tensor:
@@ -197,28 +268,41 @@ def _of_heads(storage: Storage, by_head: Tensor | None, first: int, last: int) -
     return by_head.view(-1, storage.padded_head_dim)[tile // storage.token_order.shape[2]]
 
 
+def _stored(storage: Storage, first: int, last: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What the tiles [first, last) may store, (tiles, N) each: stored bits, whether there is a value, positions of its
+    token and of its channel."""
+    if storage.tile_format == TWO_OF_FOUR:
+        codes, position = stored_pairs(storage, first, last)
+        padded = storage.padded_head_dim
+        return codes, torch.ones_like(codes, dtype=torch.bool), position // padded, position % padded
+    layout, tiles = layout_of(storage), last - first
+    codes, bits = element_codes(storage, first, last), element_bits(storage, first, last)
+    token, channel = (of.flatten().expand(tiles, -1) for of in (layout.token, layout.channel))
+    return codes.flatten(1), bits.flatten(1), token, channel
+
+
 @torch.no_grad()
 def operand(storage: Storage) -> Tensor:
     """(B, Hkv, T, D): what products multiply. Float32 of a codec with scales, exactly number * scales; else of the
     cache's dtype, bit for bit what is stored."""
     batch, kv_heads, tokens, head_dim = storage.shape
-    padded, tile_tokens, layout = storage.padded_head_dim, _C.format.TILE_TOKENS, layout_of(storage)
+    padded, tile_tokens = storage.padded_head_dim, _C.format.TILE_TOKENS
     tiles = tiles_per_head(tokens)
     numbers = values_of(storage).numbers
     dtype = torch.int16 if numbers is None else torch.float32
     dense = torch.zeros(batch * kv_heads * tiles, tile_tokens * padded, dtype=dtype, device=storage.device)
     for first, last in chunks(storage):
         token_order, channel_order = orders(storage, first, last)
-        index = token_order[:, layout.token] * padded + channel_order[:, layout.channel]  # (tiles, E, L)
-        codes = element_codes(storage, first, last)
+        codes, is_stored, token, channel = _stored(storage, first, last)
+        index = token_order.gather(1, token) * padded + channel_order.gather(1, channel)
         if numbers is None:
             elements = codes.to(torch.int16)
         else:
-            of_channel = _of_heads(storage, storage.channel_scale, first, last).float()[:, layout.channel]
-            of_token = token_scales(storage, first, last)[:, layout.token]
+            of_channel = _of_heads(storage, storage.channel_scale, first, last).float().gather(1, channel)
+            of_token = token_scales(storage, first, last).gather(1, token)
             # Twice: an element without a value has a code of 0, which may be no code.
-            elements = torch.where(element_bits(storage, first, last), numbers[codes] * of_token * of_channel, 0.0)
-        dense[first:last].scatter_(1, index.flatten(1), elements.flatten(1))
+            elements = torch.where(is_stored, numbers[codes] * of_token * of_channel, 0.0)
+        dense[first:last].scatter_(1, index, elements)
     dense = dense.view(batch, kv_heads, tiles * tile_tokens, padded)[:, :, :tokens, :head_dim].contiguous()
     return dense if numbers is not None else dense.view(storage.dtype)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cute_kernels._runtime.extension import _C, CODEC_CODES
 from cute_kernels._storage import tile_reader
-from cute_kernels._storage.storage import Storage
+from cute_kernels._storage.storage import TWO_OF_FOUR, Storage
 
 MAX_ROWS = 2**31 - 1  # row_offsets are int32
 ALIGNMENT = 64  # bytes: of every tensor's first element; kernels copy 16 bytes at a time
@@ -33,7 +33,8 @@ def check_storage(storage: Storage) -> int:
     _check_permutation(storage.token_order, "token_order")
     _check_permutation(storage.channel_order, "channel_order")
     _check_channel_scale(storage)
-    return sum(_check_chunk(storage, first, last) for first, last in tile_reader.chunks(storage))
+    check = _check_pairs if storage.tile_format == TWO_OF_FOUR else _check_chunk
+    return sum(check(storage, first, last) for first, last in tile_reader.chunks(storage))
 
 
 def check_size(shape: Sequence[int]) -> None:
@@ -88,6 +89,8 @@ def _check_row_offsets(storage: Storage) -> None:
     code = CODEC_CODES[storage.codec]
     shortest = _C.format.bitmap_rows(padded) + _C.format.scale_rows(code)
     longest = _C.format.max_tile_rows(padded, code)
+    if storage.tile_format == TWO_OF_FOUR:
+        shortest = longest = _C.format.two_of_four_rows(padded, code)
     offsets = storage.row_offsets.long()
     rows = offsets.diff()
     if int(offsets[0]) != 0:
@@ -122,6 +125,41 @@ def _check_channel_scale(storage: Storage) -> None:
         raise ValueError(f"channel_scale: every scale must be from {1 / most} to {most}")
 
 
+def _outside(storage: Storage, first: int, last: int) -> tuple[Tensor, Tensor]:
+    """(tiles, token positions) and (tiles, channel positions): which of them hold no token or channel of the cache."""
+    token_order, channel_order = tile_reader.orders(storage, first, last)
+    tile = torch.arange(first, last, device=storage.device) % storage.token_order.shape[2]
+    return token_order + _C.format.TILE_TOKENS * tile[:, None] >= storage.shape[2], channel_order >= storage.shape[3]
+
+
+def _check_token_scales(storage: Storage, first: int, last: int) -> None:
+    scales, most = tile_reader.token_scales(storage, first, last), 2.0**_C.format.MAX_SCALE_LOG2
+    if not bool(((scales >= 1 / most) & (scales <= most)).all()):
+        raise ValueError(f"blocks: the scale of a token must be from {1 / most} to {most}")
+
+
+def _check_pairs(storage: Storage, first: int, last: int) -> int:
+    """Checks metadata and values of tiles in the format of two of four; returns their number of nonzeros."""
+    metadata = tile_reader.pair_metadata(storage, first, last)
+    if bool((metadata & 3 >= metadata >> 2).any()):
+        raise ValueError("blocks: metadata must name two of four in order")
+    codes, position = tile_reader.stored_pairs(storage, first, last)
+    values, nonzero = tile_reader.values_of(storage), tile_reader.is_nonzero(storage, codes)
+    if values.codes is None:
+        if bool((~nonzero & (codes != 0)).any()):
+            raise ValueError("blocks: a zero must be stored without a sign")
+    else:
+        if bool((~values.codes[codes]).any()):
+            raise ValueError(f"blocks: a value is no code of codec '{storage.codec}'")
+        _check_token_scales(storage, first, last)
+    no_token, no_channel = _outside(storage, first, last)
+    padded = storage.padded_head_dim
+    outside = no_token.gather(1, position // padded) | no_channel.gather(1, position % padded)
+    if bool((outside & nonzero).any()):
+        raise ValueError("blocks: a value that is not zero is of a token or channel that the cache does not have")
+    return int(nonzero.sum())
+
+
 def _check_chunk(storage: Storage, first: int, last: int) -> int:
     """Checks bitmaps and values of the tiles [first, last); returns their number of nonzeros."""
     layout, codec = tile_reader.layout_of(storage), tile_reader.values_of(storage)
@@ -133,10 +171,7 @@ def _check_chunk(storage: Storage, first: int, last: int) -> int:
     if bool((counts > codec.capacity(value_rows)[:, None, None]).any()):
         raise ValueError("blocks: a bitmap has more bits than its tile holds values")
 
-    token_order, channel_order = tile_reader.orders(storage, first, last)
-    tile = torch.arange(first, last, device=storage.device) % storage.token_order.shape[2]
-    no_token = token_order + _C.format.TILE_TOKENS * tile[:, None] >= storage.shape[2]  # (tiles, token positions)
-    no_channel = channel_order >= storage.shape[3]  # (tiles, channel positions)
+    no_token, no_channel = _outside(storage, first, last)
     if bool((bits & (no_token[:, layout.token] | no_channel[:, layout.channel])).any()):
         raise ValueError("blocks: a bitmap has a bit for a token or channel that the cache does not have")
 
@@ -152,9 +187,7 @@ def _check_chunk(storage: Storage, first: int, last: int) -> int:
     else:
         if bool((used & ~codec.codes[values]).any()):
             raise ValueError(f"blocks: a value is no code of codec '{storage.codec}'")
-        scales, most = tile_reader.token_scales(storage, first, last), 2.0**_C.format.MAX_SCALE_LOG2
-        if not bool(((scales >= 1 / most) & (scales <= most)).all()):
-            raise ValueError(f"blocks: the scale of a token must be from {1 / most} to {most}")
+        _check_token_scales(storage, first, last)
     if bool((~used & (values != 0)).any()):
         raise ValueError("blocks: values must be followed by zeros up to the tile's last row")
     return int(counts.sum())

@@ -76,9 +76,9 @@ class Shard(CacheStorage):
         pool, wanted, before = (self._own, mine, self.share.tiles(first)) if mine else (self.pool, range(1), 0)
         if not mine and first:
             return
-        keys, values = (rule.prune(_tiles(held, x, wanted)) for rule, held, x in zip(self._rules, old, new))
+        keys, values = self._prune(*(_tiles(held, x, wanted) for held, x in zip(old, new)))
         first_tiles = torch.full_like(rows, before)
-        page_pool.store(pool, keys, values, rows, first_tiles, new_order=first == 0)
+        page_pool.store(pool, keys, values, rows, first_tiles, new_order=first == 0, constrained=self.constrained)
 
     def settle(self, k: Tensor, v: Tensor, run: Run, tiles: int) -> None:
         super().settle(k, v, run, tiles)

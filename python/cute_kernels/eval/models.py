@@ -125,7 +125,11 @@ def _sparse(model: Any, setting: Setting) -> CacheMaker:
         raise Missing(f"--cache sparse needs cute_kernels.integrations.transformers: {error}") from None
     config = model.config.get_text_config()
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    keep = {f"{role}_keep": kept_elements(head_dim, setting.rule_of(role)[1]) or head_dim for role in ("key", "value")}
+    keep: dict[str, int] = {}
+    for role in ("key", "value"):
+        rule, sparsity = setting.rule_of(role)
+        if rule != "2of4" or not sparsity:  # which takes no number
+            keep[f"{role}_keep"] = kept_elements(head_dim, sparsity) or head_dim
     chosen = {f"{role}_rule": name for role, name in pruning.items()}
     if setting.codec:
         chosen["codec"] = setting.codec

@@ -15,6 +15,14 @@ PARTS = ("keys", "values", "both")
 _PARTNERS = {"think": ("think", "thinv")}  # structured channels of keys and of values
 
 
+def _check_two_of_four(rule: str, role: str, sparsity: float) -> None:
+    """Two of four leave half: no other sparsity of "2of4", none below a half of "magnitude-2of4"."""
+    if rule == "2of4" and sparsity not in (0, 0.5):
+        raise ValueError(f"{role}_sparsity must be 0.5 with rule '2of4', which keeps two of every four, got {sparsity}")
+    if rule == "magnitude-2of4" and 0 < sparsity < 0.5:
+        raise ValueError(f"{role}_sparsity must be at least 0.5 with rule 'magnitude-2of4', got {sparsity}")
+
+
 @dataclass(frozen=True)
 class Setting:
     """One way to prune a cache.
@@ -39,6 +47,7 @@ class Setting:
         for role, rule in (("key", self.key_rule), ("value", self.value_rule)):
             if rule not in rules.RULES:
                 raise ValueError(f"{role}_rule must be one of {', '.join(rules.RULES)}, got {rule!r}")
+            _check_two_of_four(rule, role, getattr(self, f"{role}_sparsity"))
         if self.key_rule == "thinv" or self.value_rule == "think":
             raise ValueError("think prunes keys and thinv values: 'think' alone means both, each where it belongs")
         for name in ("key_sparsity", "value_sparsity", "evicted"):

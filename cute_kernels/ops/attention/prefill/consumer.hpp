@@ -6,7 +6,6 @@
 
 #include "cute_kernels/ops/attention/prefill/softmax.hpp"
 #include "cute_kernels/ops/attention/prefill/storage.hpp"
-#include "cute_kernels/ops/attention/prefill/work_tile.hpp"
 
 namespace cute_kernels::attention::prefill {
 
@@ -38,7 +37,7 @@ class Consumer {
   static constexpr float kLog2E = 1.44269504088896f;
 
   Params const& params_;
-  WorkTile const& work_tile_;
+  WorkTile work_tile_;  // a copy, whose numbers are in registers
   Storage<Traits>& storage_;
   int consumer_, thread_;
   Softmax softmax_;
@@ -91,11 +90,12 @@ class Consumer {
     auto const* q = static_cast<Element const*>(params_.q) + work_tile_.row * params_.q_strides[0] +
                     int64_t{work_tile_.kv_head} * params_.group * params_.q_strides[1] + channel;
     if (channel >= params_.keys.head_dim) return;
+    QueryRows queries = work_tile_.queries(params_);
 #pragma unroll 8
     for (int i = 0; i < kConsumerRows / kRowsAtOnce; ++i) {
       int head, token, row = thread_ / kVectors + i * kRowsAtOnce;
-      params_.query_tokens(head, token, query_row(row));
-      auto const* from = q + head * params_.q_strides[1] + token * params_.q_strides[2];
+      queries.find(params_, query_row(queries, row), head, token);
+      auto const* from = q + head * params_.q_strides[1] + (queries.first_token + token) * params_.q_strides[2];
       alignas(16) Element elements[kVector];
       if (params_.q_vectorized) {
         *reinterpret_cast<uint4*>(elements) = __ldg(reinterpret_cast<uint4 const*>(from));
@@ -108,7 +108,9 @@ class Consumer {
   }
 
   // Of the KV head, for a row of this consumer's.
-  CUTE_DEVICE int query_row(int row) const { return min(work_tile_.first_row + first_row() + row, params_.rows - 1); }
+  CUTE_DEVICE int query_row(QueryRows const& queries, int row) const {
+    return min(work_tile_.first_row + first_row() + row, queries.rows - 1);
+  }
 
   template <class FragmentO>
   CUTE_DEVICE void attend(FragmentO& tCrO) {
@@ -230,16 +232,17 @@ class Consumer {
   // Logits of tokens that a row does not see: -infinity.
   template <class FragmentS>
   CUTE_DEVICE void mask(int tile, unsigned operand, FragmentS& tCrS) {
-    if (work_tile_.seen_by_all(work_tile_.begin + tile)) return;
+    if (__builtin_expect(work_tile_.seen_by_all(work_tile_.begin + tile), true)) return;
     ptx::keep_branch();
     KvTile kv_tile = work_tile_.kv_tile(work_tile_.begin + tile);
     uint8_t const* token_order = storage_.token_order[operand % Traits::kStages];
+    QueryRows queries = work_tile_.queries(params_);
     int seen[2];  // of the tile's tokens
     CUTE_UNROLL
     for (int j = 0; j < 2; ++j) {
       int head, query_token;
-      params_.query_tokens(head, query_token, query_row(row_of_warp(j)));
-      seen[j] = work_tile_.seen(params_, query_token, kv_tile.in_window) - kv_tile.first_token;
+      queries.find(params_, query_row(queries, row_of_warp(j)), head, query_token);
+      seen[j] = work_tile_.seen(params_, queries, query_token, kv_tile.in_window) - kv_tile.first_token;
     }
     CUTE_UNROLL
     for (int n = 0; n < size<0, 2>(tCrS); ++n) {
@@ -300,7 +303,9 @@ class Consumer {
     CUTE_UNROLL
     for (int i = 0; i < 2; ++i) channels[i] = channel_order + Traits::Order::channel_of_row(2 * (lane % 4) + i);
     bool partial = params_.partial_lse != nullptr;
-    int64_t output_row = work_tile_.first_output_row(params_) + (partial ? work_tile_.split * params_.all_rows() : 0);
+    int64_t first_of_split = partial ? work_tile_.split * params_.all_rows() : 0;
+    QueryRows queries = work_tile_.queries(params_);
+    auto output_row = [&](int row) { return first_of_split + work_tile_.output_row(params_, queries, row); };
     float* lse = partial ? params_.partial_lse : params_.lse;
     CUTE_UNROLL
     for (int j = 0; j < 2; ++j) {
@@ -313,14 +318,14 @@ class Consumer {
         }
       }
       if (lse && lane % 4 == 0 && row_of_thread(j) < work_tile_.rows)
-        lse[output_row + row_of_thread(j)] = softmax_.log_sum_exp(j);
+        lse[output_row(row_of_thread(j))] = softmax_.log_sum_exp(j);
       __syncwarp();
       int first = first_row() + 16 * warp + 8 * j;  // in the work tile
 #pragma unroll 2
       for (int i = lane; i < 8 * Traits::kHeadDim / 8; i += 32) {
         int row = i / (Traits::kHeadDim / 8), channel = i % (Traits::kHeadDim / 8) * 8;
         if (first + row >= work_tile_.rows || channel >= head_dim) continue;
-        int64_t to = (output_row + first + row) * head_dim + channel;
+        int64_t to = output_row(first + row) * head_dim + channel;
         auto const* from = reinterpret_cast<float4 const*>(&rows[row][channel]);
         if (partial) {
           auto* vectors = reinterpret_cast<float4*>(static_cast<float*>(params_.partial_out) + to);

@@ -8,7 +8,6 @@
 
 #include "cute_kernels/mma/quarter_tile.hpp"
 #include "cute_kernels/ops/attention/prefill/storage.hpp"
-#include "cute_kernels/ops/attention/prefill/work_tile.hpp"
 
 namespace cute_kernels::attention::prefill {
 
@@ -36,6 +35,7 @@ class TileDecoder {
         blocks_(blocks),
         stages_(cast_smem_ptr_to_uint(storage.stages)),
         decoder_(decoder),
+        window_tiles_(work_tile.window_tiles()),
         first_operand_(decoder),
         warp_(__shfl_sync(~0u, threadIdx.x / 32 % kWarpgroupWarps, 0)),
         lane_(threadIdx.x % 32) {
@@ -70,7 +70,7 @@ class TileDecoder {
   }
 
  private:
-  using Quarter = mma::TileQuarter<TileFormat, typename Traits::Codec, Traits::kHeadDim>;
+  using Quarter = mma::QuarterTile<TileFormat, typename Traits::Codec, Traits::kHeadDim>;
   static_assert(Quarter::kWordAtoms * 16 == 64 && format::kTileTokens == 64);
 
   Params const& params_;
@@ -78,7 +78,7 @@ class TileDecoder {
   Storage<Traits>& storage_;
   uint8_t* blocks_;
   uint32_t stages_;
-  int decoder_, first_operand_, warp_, lane_;
+  int decoder_, window_tiles_, first_operand_, warp_, lane_;
 
   static constexpr int kOperandStep = Traits::kDecoders * Traits::kClusterCtas;
 
@@ -141,11 +141,10 @@ class TileDecoder {
 
   // parity: of the decoder's operands.
   CUTE_DEVICE void decode(Operand operand, BlockStage const& from, int stage, int parity) {
-    KvTile kv_tile = work_tile_.kv_tile(work_tile_.begin + operand.tile);
-    if (kv_tile.in_window)
-      copy_window_tile(operand.is_value, kv_tile.first_token, stage);
+    if (operand.tile < window_tiles_)
+      copy_window_tile(operand.is_value, work_tile_.kv_tile(work_tile_.begin + operand.tile).first_token, stage);
     else if (operand.is_value)
-      decode_values(from, kv_tile.first_token, stage);
+      decode_values(from, operand.tile - window_tiles_, stage);
     else
       decode_keys(from, stage, parity);
   }
@@ -183,15 +182,16 @@ class TileDecoder {
     decode_words<kWordBytes>(from, rows, [](uint32_t*, int) {});
   }
 
-  CUTE_DEVICE void decode_values(BlockStage const& from, int first_token, int stage) {
+  // tile: of the sequence's compressed ones.
+  CUTE_DEVICE void decode_values(BlockStage const& from, int tile, int stage) {
     // A word has 16 channels, all tokens.
     constexpr int kWordBytes = 16 * 64 * sizeof(Element);
     int channel = Traits::kHeadDim / kWarpgroupWarps * warp_ + lane_ / 4;
     uint32_t rows[2];
     CUTE_UNROLL
     for (int i = 0; i < 2; ++i) rows[i] = value_address(stage, Order::row_of_channel(channel + 8 * i), unit_column());
-    if (params_.zero_masked && first_token + format::kTileTokens > work_tile_.tokens) {
-      int tokens = work_tile_.tokens - first_token;
+    if (params_.zero_masked && (tile + 1) * format::kTileTokens > work_tile_.tokens) {
+      int tokens = work_tile_.tokens - tile * format::kTileTokens;
       decode_words<kWordBytes>(from, rows, [&](uint32_t* registers, int atom) {
         // Columns 2t, 2t + 1 of 16, then 8 further on; see TileFormat::ColumnPositions.
         CUTE_UNROLL

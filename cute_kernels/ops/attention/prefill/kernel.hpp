@@ -27,9 +27,13 @@ template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1) prefill_kernel(CUTE_GRID_CONSTANT Params const params) {
   extern __shared__ __align__(1024) uint8_t shared[];
   auto& storage = *reinterpret_cast<Storage<Traits>*>(shared);
-  if (threadIdx.x == 0) storage.init_barriers();
-  WorkTile work_tile(params, Traits::kRows, Traits::kClusterCtas);
+  WorkTile const& work_tile = storage.work_tile;
+  if (threadIdx.x == 0) {
+    storage.init_barriers();
+    storage.work_tile.look_up(params, Traits::kRows, Traits::kClusterCtas);
+  }
   sync_cluster<Traits>();
+  if (work_tile.of_absent_rows()) return;
   int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroupThreads, 0);
   if (warpgroup >= Traits::kConsumers) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kDecoderRegisters>();

@@ -19,7 +19,7 @@ auto visit_variant(Stored stored, Variant variant, F&& f) {
 template <int kHeadDim, class F>
 auto visit_traits(format::CodecId codec, Variant variant, F&& f) {
   return mma::visit_stored_operand<mma::HalfCodecs>(
-      codec, DType::kFloat16, [&](auto stored) { return visit_variant<kHeadDim>(stored, variant, f); });
+      codec, [&](auto stored) { return visit_variant<kHeadDim>(stored, variant, f); });
 }
 
 template <int kHeadDim>

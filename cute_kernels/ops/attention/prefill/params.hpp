@@ -11,8 +11,8 @@ inline constexpr int kOrderBytes = format::kTileTokens;
 
 struct Params : Problem {
   int group;                         // query heads of a KV head
-  int rows;                          // of a KV head: group x query tokens
-  cutlass::FastDivmod query_tokens;  // query row of a KV head -> (query head of the group, query token)
+  int rows;                          // of a KV head: group x query tokens; packed: at most
+  cutlass::FastDivmod query_tokens;  // query row of a KV head -> (query head of the group, query token), unless packed
   cutlass::FastDivmod row_blocks;    // of a KV head
   cutlass::FastDivmod splits;        // of a KV head's tokens
   cutlass::FastDivmod kv_heads;      // of the keys
@@ -20,10 +20,12 @@ struct Params : Problem {
   bool separate_orders;              // keys and values were not compressed together: each has its token order
   bool zero_masked;                  // sequences may end within a tile whose further tokens are stored
   int block_stages, stage_bytes;     // of a decoder
-  void* partial_out;                 // (splits, batch, q_heads, q_tokens, head_dim) fp32, and
-  float* partial_lse;                // (splits, batch, q_heads, q_tokens); null with one split
+  void* partial_out;                 // (splits, rows of out, head_dim) fp32, and
+  float* partial_lse;                // (splits, rows of out); null with one split
 
-  CUTE_HOST_DEVICE int64_t all_rows() const { return int64_t{batch} * q_heads * q_tokens; }
+  CUTE_HOST_DEVICE int64_t all_rows() const {
+    return int64_t{q_heads} * (packed.starts ? packed.tokens : int64_t{batch} * q_tokens);
+  }
 };
 
 }  // namespace cute_kernels::attention::prefill

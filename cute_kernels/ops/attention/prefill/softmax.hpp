@@ -1,16 +1,12 @@
-// Online softmax of a consumer's rows, and the mask. A thread has two of the 64 rows, lane / 4 and 8 further on of the
-// warp's 16, a quad shares both.
-//
-// As in FlashAttention-4, the maximum to which exponents are relative is raised, and what has been added up rescaled,
-// only when a logit exceeds it by more than kRescaleThreshold.
+// Online softmax of a consumer's rows, whose maxima are raised as rescaling.hpp says. A thread has two of the 64 rows,
+// lane / 4 and 8 further on of the warp's 16, a quad shares both.
 #pragma once
 
 #include "cute_kernels/common/ptx.hpp"
 #include "cute_kernels/ops/attention/prefill/traits.hpp"
+#include "cute_kernels/ops/attention/rescaling.hpp"
 
 namespace cute_kernels::attention::prefill {
-
-inline constexpr float kRescaleThreshold = 8;  // P stays below 2^8, far within the range of fp16
 
 class Softmax {
  public:

@@ -12,6 +12,7 @@
 #include <cutlass/arch/barrier.h>
 
 #include "cute_kernels/ops/attention/prefill/traits.hpp"
+#include "cute_kernels/ops/attention/prefill/work_tile.hpp"
 #include "cute_kernels/pipeline/named_barriers.hpp"
 
 namespace cute_kernels::attention::prefill {
@@ -58,6 +59,7 @@ struct Storage {
   alignas(1024) Element stages[Traits::kStages][Traits::kStageElements];
   alignas(16) uint8_t token_order[Traits::kStages][format::kTileTokens];  // of keys: token_position -> token
   uint8_t positions[Traits::kDecoders][2][format::kTileTokens];           // of values: token -> token_position
+  WorkTile work_tile;  // here, and not in registers, of which decoders have few
   cutlass::arch::ClusterTransactionBarrier block_full[Traits::kDecoders][kMaxBlockStages];
   cutlass::arch::ClusterBarrier block_empty[Traits::kDecoders][kMaxBlockStages];  // an arrival of every warp
   cutlass::arch::ClusterTransactionBarrier operand_full[Traits::kStages];         // of every decoding warp

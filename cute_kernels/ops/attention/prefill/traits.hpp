@@ -64,7 +64,7 @@ struct Traits {
   static_assert(kClusterCtas == 1 || kStages % (kClusterCtas * kDecoders) == 0, "a stage is filled by one CTA");
   static constexpr int kThreads = (kConsumers + kDecoders) * kWarpgroupThreads;
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
-  static constexpr int kDecoderRegisters = kHeadDim == 256 || kConsumers == 1 ? 104 : 72;
+  static constexpr int kDecoderRegisters = kHeadDim == 256 || kConsumers == 1 ? 104 : 80;
   static constexpr int kConsumerRegisters = cute::min(
       240, ((kConsumers + kDecoders) * kLaunchRegisters - kDecoders * kDecoderRegisters) / kConsumers / 8 * 8);
 };

@@ -11,6 +11,25 @@ struct KvTile {
   int first_token;
 };
 
+// The query rows of a KV head: its group's query heads, one after the other, with all query tokens of the batch row.
+struct QueryRows {
+  int first_token, tokens;  // in q and out
+  int rows;
+
+  CUTE_DEVICE QueryRows(Params const& params, int batch_row) {
+    schedule::QueryTokens of_row{0, params.q_tokens};
+    if (params.packed.starts) of_row = params.packed.of_row(batch_row, params.q_tokens);
+    first_token = of_row.first, tokens = of_row.count, rows = params.group * tokens;
+  }
+
+  CUTE_DEVICE void find(Params const& params, int row, int& head, int& token) const {
+    if (params.packed.starts)
+      head = row / tokens, token = row - head * tokens;
+    else
+      params.query_tokens(head, token, row);
+  }
+};
+
 class WorkTile {
  public:
   int row, sequence, kv_head;  // of the batch, where its tokens are stored
@@ -19,30 +38,33 @@ class WorkTile {
   int tokens, window_tokens;  // that count
   int begin, end;             // its KV tiles: those of the window come first
 
-  // rows_of_cta: the most query rows of a CTA; cluster_ctas: CTAs that have the same KV tiles.
-  CUTE_DEVICE WorkTile(Params const& params, int rows_of_cta, int cluster_ctas) {
+  // Of this CTA. rows_of_cta: its most query rows; cluster_ctas: CTAs that have the same KV tiles.
+  CUTE_DEVICE void look_up(Params const& params, int rows_of_cta, int cluster_ctas) {
     int head, block, of_head;
     params.row_blocks(head, block, blockIdx.x);
     params.splits(of_head, split, head);
     params.kv_heads(row, kv_head, of_head);
     block = params.row_blocks.divisor - 1 - block;  // with causality, those that see most come first
+    QueryRows queries(params, row);
     first_row = block * rows_of_cta;
-    rows = max(0, min(rows_of_cta, params.rows - first_row));
+    rows = max(0, min(rows_of_cta, queries.rows - first_row));
     int cluster_row = block / cluster_ctas * cluster_ctas * rows_of_cta;
-    int cluster_rows = min(cluster_ctas * rows_of_cta, params.rows - cluster_row);
+    int cluster_rows = min(cluster_ctas * rows_of_cta, queries.rows - cluster_row);
+    of_absent_rows_ = cluster_rows <= 0;
+    if (of_absent_rows_) return;
     sequence = params.sequences ? __ldg(params.sequences + row) : row;
     tokens = length(params.lengths, static_cast<int>(params.keys.tokens));
     window_tokens = params.window.tokens > 0 ? length(params.window.lengths, params.window.tokens) : 0;
     int first_head, last_head, oldest_query, last_token;
-    params.query_tokens(first_head, oldest_query, cluster_row);
-    params.query_tokens(last_head, last_token, cluster_row + cluster_rows - 1);
+    queries.find(params, cluster_row, first_head, oldest_query);
+    queries.find(params, cluster_row + cluster_rows - 1, last_head, last_token);
     bool one_head = first_head == last_head;
     if (!one_head) oldest_query = 0;
-    int newest_query = one_head ? last_token : params.query_tokens.divisor - 1;
-    window_tiles_ = tiles_of(seen(params, newest_query, true));
-    full_window_tiles_ = seen(params, oldest_query, true) / format::kTileTokens;
-    full_tiles_ = seen(params, oldest_query, false) / format::kTileTokens;
-    int tiles = window_tiles_ + tiles_of(seen(params, newest_query, false));
+    int newest_query = one_head ? last_token : queries.tokens - 1;
+    window_tiles_ = tiles_of(seen(params, queries, newest_query, true));
+    full_window_tiles_ = seen(params, queries, oldest_query, true) / format::kTileTokens;
+    full_tiles_ = seen(params, queries, oldest_query, false) / format::kTileTokens;
+    int tiles = window_tiles_ + tiles_of(seen(params, queries, newest_query, false));
     begin = static_cast<int>(int64_t{tiles} * split / params.splits.divisor);
     end = static_cast<int>(int64_t{tiles} * (split + 1) / params.splits.divisor);
   }
@@ -52,9 +74,18 @@ class WorkTile {
     return compressed < 0 ? KvTile{true, index * format::kTileTokens} : KvTile{false, compressed * format::kTileTokens};
   }
 
+  // Whether no CTA of the cluster has a query row: where batch rows differ in their number. Nothing else is known then.
+  CUTE_DEVICE bool of_absent_rows() const { return of_absent_rows_; }
+
+  // Of the split's KV tiles, those of the window; they come first. May be less than none.
+  CUTE_DEVICE int window_tiles() const { return window_tiles_ - begin; }
+
+  // Looked up again rather than held on to.
+  CUTE_DEVICE QueryRows queries(Params const& params) const { return {params, row}; }
+
   // Tokens of the window, or of the compressed ones, that a query token sees.
-  CUTE_DEVICE int seen(Params const& params, int query_token, bool in_window) const {
-    int of_window = window_tokens - (params.causal ? params.query_tokens.divisor - 1 - query_token : 0);
+  CUTE_DEVICE int seen(Params const& params, QueryRows const& queries, int query_token, bool in_window) const {
+    int of_window = window_tokens - (params.causal ? queries.tokens - 1 - query_token : 0);
     return max(0, in_window ? of_window : tokens + min(0, of_window));
   }
   // Whether every query row sees all of a KV tile.
@@ -62,12 +93,17 @@ class WorkTile {
     return index < window_tiles_ ? index < full_window_tiles_ : index < window_tiles_ + full_tiles_;
   }
 
-  // In (batch, q_heads, q_tokens) of the first row: the rows of a KV head follow one another.
-  CUTE_DEVICE int64_t first_output_row(Params const& params) const {
-    return (int64_t{row} * params.kv_heads.divisor + kv_head) * params.rows + first_row;
+  // Of a row of the work tile, in out and lse.
+  CUTE_DEVICE int64_t output_row(Params const& params, QueryRows const& queries, int row_of_work_tile) const {
+    int query_row = first_row + row_of_work_tile;
+    if (!params.packed.starts) return (int64_t{row} * params.kv_heads.divisor + kv_head) * params.rows + query_row;
+    int head, token;
+    queries.find(params, query_row, head, token);
+    return (int64_t{kv_head} * params.group + head) * params.packed.tokens + queries.first_token + token;
   }
 
  private:
+  bool of_absent_rows_;
   int window_tiles_, full_window_tiles_, full_tiles_;
 
   CUTE_DEVICE static int tiles_of(int tokens) { return (tokens + format::kTileTokens - 1) / format::kTileTokens; }

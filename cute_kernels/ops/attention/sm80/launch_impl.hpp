@@ -8,7 +8,7 @@ namespace cute_kernels::attention::sm80 {
 
 // Narrow codecs have fewer kernels: more rows take more passes.
 template <int kHeadDim, class Codecs>
-inline constexpr int kMaxRows = mma::kAreNarrow<Codecs> ? 8 : max_rows(kHeadDim);
+inline constexpr int kMaxRows = mma::kHaveFewKernels<Codecs> ? 8 : max_rows(kHeadDim);
 
 template <int kHeadDim, class Codecs>
 pipeline::KernelLimits limits(format::CodecId codec, int n) {

@@ -73,7 +73,7 @@ class WorkerPipeline {
     bytes_ = view.rows(source.tile) * format::kRowBytes;
     if constexpr (Traits::kHasScales)
       scale_row_ =
-          static_cast<int>(params_.values.first_row(source.tile)) + Traits::TileFormat::bitmap_rows(Traits::kHeadDim);
+          static_cast<int>(params_.values.first_row(source.tile)) + Traits::TileFormat::scale_row(Traits::kHeadDim);
   }
 
   // Fills a stage. Always commits a group, so that groups count stages.

@@ -7,8 +7,11 @@
 namespace cute_kernels::attention::sm90 {
 
 template <int kHeadDim, class Codecs>
+inline constexpr int kMaxRows = mma::kAreTwoOfFour<Codecs> ? 8 : max_rows(kHeadDim);
+
+template <int kHeadDim, class Codecs>
 pipeline::KernelLimits limits(format::CodecId codec, int n) {
-  return visit_traits<kHeadDim, Codecs, max_rows(kHeadDim)>(codec, n, [](auto traits) {
+  return visit_traits<kHeadDim, Codecs, kMaxRows<kHeadDim, Codecs>>(codec, n, [](auto traits) {
     using T = decltype(traits);
     pipeline::KernelLimits limits{};
     limits.max_workers = Storage<T>::kMaxWorkers;
@@ -27,10 +30,12 @@ pipeline::KernelLimits limits(format::CodecId codec, int n) {
 
 template <int kHeadDim, class Codecs>
 void launch(Params const& params, pipeline::Config const& config, cudaStream_t stream) {
-  visit_traits<kHeadDim, Codecs, max_rows(kHeadDim)>(params.keys.codec, config.n, [&](auto traits) {
+  visit_traits<kHeadDim, Codecs, kMaxRows<kHeadDim, Codecs>>(params.keys.codec, config.n, [&](auto traits) {
     using T = decltype(traits);
-    auto* kernel = params.uniform ? attention_kernel<UniformTraits<T>> : attention_kernel<T>;
-    if constexpr (!mma::kAreNarrow<Codecs>) {  // which have fewer kernels
+    // Tiles of exactly two of four all have the order of memory.
+    using Other = std::conditional_t<mma::kAreTwoOfFour<Codecs>, SharedOrderTraits<T>, T>;
+    auto* kernel = params.uniform ? attention_kernel<UniformTraits<T>> : attention_kernel<Other>;
+    if constexpr (!mma::kHaveFewKernels<Codecs>) {  // which have fewer kernels
       if (!params.uniform && !params.separate_orders) kernel = attention_kernel<SharedOrderTraits<T>>;
     }
     RingParams ring_params = pipeline::ring_params(params, params.stages, config);
@@ -46,7 +51,7 @@ void launch(Params const& params, pipeline::Config const& config, cudaStream_t s
 
 template <int kHeadDim, class Codecs>
 Launcher<Params> launcher() {
-  return {max_rows(kHeadDim), limits<kHeadDim, Codecs>, launch<kHeadDim, Codecs>};
+  return {kMaxRows<kHeadDim, Codecs>, limits<kHeadDim, Codecs>, launch<kHeadDim, Codecs>};
 }
 
 }  // namespace cute_kernels::attention::sm90

@@ -53,7 +53,7 @@ struct TileLoad {
     rows = view.rows(tile);
     if constexpr (Traits::kHasScales) {
       if (!is_value)
-        scale_row = static_cast<int>(params.values.first_row(tile)) + Traits::TileFormat::bitmap_rows(Traits::kHeadDim);
+        scale_row = static_cast<int>(params.values.first_row(tile)) + Traits::TileFormat::scale_row(Traits::kHeadDim);
     }
   }
 

@@ -29,10 +29,10 @@ CUTE_DEVICE void multiply_values(RingParams const& params, Schedule const& sched
       exponents = exponents == kExponentBuffers - 1 ? 0 : exponents + 1;
       Stage stage(params.stages, warpgroup.reader.wait());
       probabilities.load(params, work_tile, tile, warpgroup.warp, stage, sB(_, _, buffer), exponents);
-      mma::QuarterTile<Traits> quarter(stage.block, warpgroup.warp);
+      typename Traits::Quarter quarter(cast_smem_ptr_to_uint(stage.block), warpgroup.warp);
       CUTE_UNROLL
       for (int step = 0; step < Traits::kSteps; ++step) {
-        Tensor tCrA = quarter.decode(step);
+        Tensor tCrA = mma::decode_step<Traits>(quarter, step);
         if (step == 0) {
           warpgroup.sync();  // p is in order, and the buffer written next has been read by everyone
           probabilities.rescale(tile == first, exponents, tCrC);

@@ -9,7 +9,7 @@ namespace cute_kernels::product::sm80 {
 
 // Narrow codecs have fewer kernels: more rows take more passes.
 template <class Codecs>
-inline constexpr int kMaxRows = mma::kAreNarrow<Codecs> ? 8 : 16;
+inline constexpr int kMaxRows = mma::kHaveFewKernels<Codecs> ? 8 : 16;
 
 // Calls f with the traits of a (codec, N).
 template <format::Role kRole, int kHeadDim, class Codecs, class F>

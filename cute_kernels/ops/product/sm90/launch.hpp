@@ -10,7 +10,7 @@ namespace cute_kernels::product::sm90 {
 
 // Narrow codecs have fewer kernels: more rows take more passes.
 template <class Codecs>
-inline constexpr int kMaxRows = mma::kAreNarrow<Codecs> ? 8 : 64;
+inline constexpr int kMaxRows = mma::kHaveFewKernels<Codecs> ? 8 : 64;
 
 // Calls f with the traits of a (codec, N): a warp multiplies up to 16 rows with mma.sync, a warpgroup more with WGMMA.
 template <format::Role kRole, int kHeadDim, class Codecs, class F>

@@ -56,11 +56,11 @@ CUTE_DEVICE void multiply_keys(Params const& params, Schedule const& schedule, W
     for (int end = min(work_tile.tiles.end, warpgroup.split.end); tile < end; ++tile, buffer ^= 1, is_first = false) {
       Stage stage(params.stages, warpgroup.reader.wait());
       int token = stage.token_order[Writer::position_of_lane(warpgroup.warp)];
-      mma::QuarterTile<Traits> quarter(stage.block, warpgroup.warp);
+      typename Traits::Quarter quarter(cast_smem_ptr_to_uint(stage.block), warpgroup.warp);
       Tensor tCrC = partition_fragment_C(mma, Shape<Int<Traits::kM>, Int<Traits::kN>>{});  // ((2,2,N/8),1,1)
       CUTE_UNROLL
       for (int step = 0; step < Traits::kSteps; ++step) {
-        Tensor tCrA = quarter.decode(step);
+        Tensor tCrA = mma::decode_step<Traits>(quarter, step);
         if (step == 0) warpgroup.sync();  // q is there, and so are all logits of the tile before
         mma::multiply_step<Traits>(step, tCrA, tCrB, tCrC);
         if (step + 1 == Traits::kSteps) warpgroup.reader.release();

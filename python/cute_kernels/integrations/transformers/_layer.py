@@ -9,15 +9,18 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
+from cute_kernels._attention import dense
 from cute_kernels._cache.rows import core_of
+from cute_kernels._runtime.backends import resolve
 from cute_kernels.distributed import ShardedKVCache
 from cute_kernels.integrations.transformers import _support
 from cute_kernels.integrations.transformers._attention import ForwardPass, NewTokens, dense_attention
 from cute_kernels.kv_cache import KVCache
+from cute_kernels.merging import merge_states
 
 # New tokens on a cache that is not empty: up to so many, and no more than the dense window, are appended first and
-# attend through the compressed cache, in few passes over it. More of them (a next turn's prompt, a chunk of one) attend
-# through the model's own attention to a decompressed copy, sequence by sequence.
+# attend through the compressed cache. More of them (a next turn's prompt, a chunk of one) attend to what is cached and
+# to one another before they are compressed: see `_extend`.
 DIRECT_TOKENS = 32
 HEADROOM = 256  # free tokens a sequence, at least, when a cache without a fixed capacity takes memory
 
@@ -260,6 +263,37 @@ class SparseLayer(CacheLayerMixin):
         return out
 
     def _extend(
+        self,
+        kv: KVCache | ShardedKVCache,
+        module: nn.Module,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        fresh: Tensor | None,
+        scaling: float | None,
+    ) -> Tensor:
+        """Attention to what is cached and among the new tokens, which are then appended."""
+        if fresh is None and kv.batch and isinstance(kv, KVCache) and self._has_prefill_kernel(kv, query):
+            out = self._extend_merged(kv, query, keys, values, scaling)
+            kv.append(keys, values)
+            return out
+        return self._extend_decompressed(kv, module, query, keys, values, fresh, scaling)
+
+    def _has_prefill_kernel(self, kv: KVCache, query: Tensor) -> bool:
+        """Whether many queries attend to the compressed cache faster than to a decompressed one."""
+        return query.dtype is kv.dtype and query.is_cuda and resolve(self.settings.backend, query.device) == "sm90"
+
+    def _extend_merged(
+        self, kv: KVCache, query: Tensor, keys: Tensor, values: Tensor, scaling: float | None
+    ) -> Tensor:
+        """Two parts, merged by their log-sum-exps: all that is cached, which every new token sees, and the new ones."""
+        scale = query.shape[3] ** -0.5 if scaling is None else scaling
+        cached = kv.attend(query, scale=scale, causal=False, return_lse=True, backend=self.settings.backend)
+        parts = cached, dense.causal(query, keys, values, scale)
+        outs, lses = zip(*parts, strict=True)
+        return merge_states(outs, lses)[0].transpose(1, 2)
+
+    def _extend_decompressed(
         self,
         kv: KVCache | ShardedKVCache,
         module: nn.Module,

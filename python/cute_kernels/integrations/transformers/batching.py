@@ -229,7 +229,7 @@ class SparseKVBatching(ContinuousBatchingManager):
             manager.get_result()
 
     model: a causal language model, as `SparseKVCache` takes it, float16 or bfloat16, not over several devices.
-    sparsity, keep, key_keep, value_keep, window: as for `KVCache`.
+    sparsity, keep, key_keep, value_keep, codec, window: as for `KVCache`.
     memory: bytes for blocks and windows of all layers. requests: at most, under way.
     generation_config: as for Transformers' own manager; num_return_sequences must be 1.
     batching: Transformers' options; those for block size, memory, compilation, asynchronous batching and offloading are
@@ -251,6 +251,7 @@ class SparseKVBatching(ContinuousBatchingManager):
         keep: int | None = None,
         key_keep: int | None = None,
         value_keep: int | None = None,
+        codec: str | None = None,
         window: int = 32,
         generation_config: GenerationConfig | None = None,
         batching: ContinuousBatchingConfig | None = None,
@@ -262,9 +263,11 @@ class SparseKVBatching(ContinuousBatchingManager):
         layers, head_dim = _support.check_layers(text), _support.check_attention(text)
         if model.dtype not in checks.CACHE_DTYPES:
             raise ValueError(f"model must compute in float16 or bfloat16, got {checks.dtype_name(model.dtype)}")
-        sizes = {"sparsity": sparsity, "keep": keep, "key_keep": key_keep, "value_keep": value_keep, "window": window}
+        kept = {"sparsity": sparsity, "keep": keep, "key_keep": key_keep, "value_keep": value_keep, "codec": codec}
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-        self._config = paged.configure(kv_heads=heads, head_dim=head_dim, dtype=model.dtype, max_append=1, **sizes)
+        self._config = paged.configure(
+            kv_heads=heads, head_dim=head_dim, dtype=model.dtype, max_append=1, window=window, **kept
+        )
         self._most = checks.integer(requests, "requests")
         if self._most < 1:
             raise ValueError(f"requests must be at least 1, got {requests}")

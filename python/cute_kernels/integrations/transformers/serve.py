@@ -143,6 +143,7 @@ def parser() -> argparse.ArgumentParser:
     arguments.add_argument("--memory", required=True, type=memory_size, help="for the cache, such as 8G")
     arguments.add_argument("--requests", type=int, default=64, help="at most, under way (default: %(default)s)")
     arguments.add_argument("--sparsity", type=float, default=0.7, help="(default: %(default)s)")
+    arguments.add_argument("--codec", metavar="NAME", help="of nonzeros, such as int8 (default: of the model's dtype)")
     arguments.add_argument("--window", type=int, default=32, help="dense tokens at least (default: %(default)s)")
     arguments.add_argument("--dtype", choices=("float16", "bfloat16"), default="bfloat16")
     arguments.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -160,8 +161,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         tokenizer = None  # prompts are token ids
     chosen = GenerationConfig.from_model_config(model.config)
     chosen.do_sample = False
-    sizes = {"sparsity": options.sparsity, "window": options.window, "requests": options.requests}
-    with SparseKVBatching(model.eval(), memory=options.memory, generation_config=chosen, **sizes) as manager:
+    sizes = {"sparsity": options.sparsity, "codec": options.codec, "window": options.window}
+    sizes["requests"] = options.requests
+    manager = SparseKVBatching(model.eval(), memory=options.memory, generation_config=chosen, **sizes)
+    manager.warmup()
+    with manager:
         vocabulary = model.config.get_text_config().vocab_size
         server = make_server(Completions(manager, tokenizer, vocabulary), options.host, options.port)
         print(f"serving on http://{options.host}:{server.server_address[1]}", flush=True)

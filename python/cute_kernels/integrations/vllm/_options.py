@@ -11,7 +11,7 @@ from cute_kernels import paged
 from cute_kernels.integrations._serving.step import BLOCK_TOKENS
 
 NAME = "cute_kernels"  # of the options in --additional-config
-_OPTIONS = ("sparsity", "keep", "key_keep", "value_keep", "window")
+_OPTIONS = ("sparsity", "keep", "key_keep", "value_keep", "codec", "window")
 _DEFAULT_SPARSITY = 0.7
 _CACHE_DTYPES = ("auto", "float16", "bfloat16")
 

@@ -39,6 +39,7 @@ uint32_t load_shared_word(uint32_t address) {
 }
 
 inline uint32_t blend(uint32_t low, uint32_t high, uint32_t mask) { return (low & mask) | (high & ~mask); }
+inline uint32_t and_or(uint32_t x, uint32_t mask, uint32_t bits) { return (x & mask) | bits; }
 inline uint32_t multiply_add(uint32_t x, uint32_t y, uint32_t z) { return x * y + z; }
 
 inline uint32_t permute_bytes(uint32_t x, uint32_t y, uint32_t selector) {
@@ -55,6 +56,13 @@ inline uint32_t permute_bytes(uint32_t x, uint32_t y, uint32_t selector) {
 inline uint32_t subtract_halves(uint32_t x, uint32_t y) {
   uint32_t low = half_of_float(float_of_half(x & 0xffff) - float_of_half(y & 0xffff));
   return low | half_of_float(float_of_half(x >> 16) - float_of_half(y >> 16)) << 16;
+}
+
+inline uint32_t multiply_add_halves(uint32_t x, uint32_t y, uint32_t z) {
+  auto one = [](uint32_t a, uint32_t b, uint32_t c) {
+    return half_of_float(float_of_half(a & 0xffff) * float_of_half(b & 0xffff) + float_of_half(c & 0xffff));
+  };
+  return one(x, y, z) | one(x >> 16, y >> 16, z >> 16) << 16;
 }
 
 float e4m3_number(uint32_t code);  // by the program

@@ -1,0 +1,269 @@
+// Tiles of exactly two of four, from dense rows and back; one CTA a tile. A warp takes whole atoms of the tile, and a lane
+// its groups of them, as the MMA kernels do.
+#include "cute_kernels/common/numeric.hpp"
+#include "cute_kernels/compress/tile_kernel.hpp"
+#include "cute_kernels/format/tile/two_of_four.hpp"
+
+namespace cute_kernels::compress {
+namespace {
+
+using namespace format;
+
+using Tile = TwoOfFourTile;
+
+constexpr int kWarps = 8, kThreads = 32 * kWarps, kVectorValues = 8;
+
+template <int HeadDim>
+constexpr int kWarpAtoms = Tile::lane_groups(HeadDim) / Tile::kAtomGroups / kWarps;
+
+template <int HeadDim>
+struct Dense {
+  alignas(16) uint16_t element[kTileTokens][HeadDim + 8];  // rows in different banks
+  uint8_t channel[HeadDim];                                // by position
+};
+template <int HeadDim>
+struct Scales {
+  float per_channel[HeadDim], per_token[kTileTokens];  // by position
+  uint32_t largest[kTileTokens];                       // bits of floats that are not negative
+};
+template <int HeadDim, bool kHasScales>
+struct PackStorage : Dense<HeadDim> {};
+template <int HeadDim>
+struct PackStorage<HeadDim, true> : Dense<HeadDim>, Scales<HeadDim> {};
+
+// Where a lane's group is: a row of A and four columns of it.
+template <Role kRole, int HeadDim>
+struct GroupPlace {
+  int token, channel;  // positions of its first element
+
+  __device__ GroupPlace(int lane, int group) {
+    int first = Tile::element_layout<kRole, HeadDim>()(lane, Tile::kGroup * group);
+    token = first / HeadDim, channel = first % HeadDim;
+  }
+  __device__ int token_of(int i) const { return kRole == Role::kKey ? token : token + i; }
+  __device__ int channel_of(int i) const { return kRole == Role::kKey ? channel + i : channel; }
+};
+
+// The two largest of four, ties to the first: their indices in order, as metadata has them.
+__device__ uint32_t two_largest(uint32_t const (&keys)[Tile::kGroup]) {
+  uint32_t best = keys[1] > keys[0], next = 1 - best;
+  uint32_t best_key = max(keys[0], keys[1]), next_key = min(keys[0], keys[1]);
+#pragma unroll
+  for (uint32_t i = 2; i < Tile::kGroup; ++i) {
+    bool above_best = keys[i] > best_key, above_next = keys[i] > next_key;
+    next = above_best ? best : above_next ? i : next;
+    next_key = above_best ? best_key : above_next ? keys[i] : next_key;
+    best = above_best ? i : best;
+    best_key = above_best ? keys[i] : best_key;
+  }
+  return min(best, next) | max(best, next) << 2;
+}
+
+__device__ float to_float(uint16_t bits, DType dtype) {
+  return dtype == DType::kBFloat16 ? float(bfloat16_t::bitcast(bits)) : float(half_t::bitcast(bits));
+}
+
+__device__ uint16_t rounded_bits(float x, DType dtype) {
+  if (x != x) return dtype == DType::kBFloat16 ? 0x7fc0 : 0x7e00;
+  return dtype == DType::kBFloat16 ? bfloat16_t(x).storage : half_t(x).storage;
+}
+
+__device__ void add_to(int64_t* total, int count) {
+  count = __reduce_add_sync(~0u, count);
+  if (count && threadIdx.x % 32 == 0)
+    atomicAdd(reinterpret_cast<unsigned long long*>(total), static_cast<unsigned long long>(count));
+}
+
+// Rows of the tile's tokens, zeros beyond what exists.
+template <int HeadDim>
+__device__ void load_rows(Dense<HeadDim>& s, DenseView const& x, TileLocation const& tile, bool vectors) {
+  constexpr int kVectors = HeadDim / kVectorValues;  // of a token
+#pragma unroll 4
+  for (int i = threadIdx.x; i < kTileTokens * kVectors; i += kThreads) {
+    int token = i / kVectors, channel = i % kVectors * kVectorValues;
+    alignas(16) uint16_t values[kVectorValues] = {};
+    if (token < tile.tokens && channel < x.head_dim) {
+      uint16_t const* from = x.row(tile.head, tile.first_token + token) + channel;
+      if (vectors) {
+        *reinterpret_cast<uint4*>(values) = *reinterpret_cast<uint4 const*>(from);
+      } else {
+#pragma unroll
+        for (int j = 0; j < kVectorValues; ++j) values[j] = from[j];
+      }
+    }
+    *reinterpret_cast<uint4*>(&s.element[token][channel]) = *reinterpret_cast<uint4 const*>(values);
+  }
+}
+
+// refused: counts values that the codec cannot store. lost: counts nonzeros beyond two of four; null: nobody asks.
+template <Role kRole, int HeadDim, class Codec>
+__global__ void __launch_bounds__(kThreads, 2)
+    pack_kernel(DenseView x, bool vectors, SparseView view, int64_t* refused, int64_t* lost) {
+  constexpr int kAtoms = kWarpAtoms<HeadDim>, kAlongK = Tile::atoms_along_k(kRole, HeadDim);
+  extern __shared__ __align__(16) uint8_t shared[];
+  auto& s = *reinterpret_cast<PackStorage<HeadDim, Codec::kHasScales>*>(shared);
+  TileLocation tile(view);
+  int lane = threadIdx.x % 32, first_atom = threadIdx.x / 32 * kAtoms;
+  load_rows(s, x, tile, vectors);
+  for (int i = threadIdx.x; i < HeadDim; i += kThreads) {
+    s.channel[i] = view.channel_order[tile.head * HeadDim + i];
+    if constexpr (Codec::kHasScales) s.per_channel[i] = 1 / scale_value(view.channel_scale[tile.head * HeadDim + i]);
+  }
+  if constexpr (Codec::kHasScales) {
+    if (threadIdx.x < kTileTokens) s.largest[threadIdx.x] = 0;
+  }
+  __syncthreads();
+
+  uint32_t pairs[kAtoms][Tile::kAtomGroups], kept[kAtoms][Tile::kAtomGroups];
+  uint32_t nan = nan_key(view.dtype);
+  int out_of_range = 0, left_out = 0;
+#pragma unroll
+  for (int a = 0; a < kAtoms; ++a) {
+    uint32_t metadata[2] = {};  // of groups 0 to 3 of the atom, and of 4 to 7
+#pragma unroll
+    for (int r = 0; r < Tile::kAtomGroups; ++r) {
+      GroupPlace<kRole, HeadDim> place(lane, Tile::kAtomGroups * (first_atom + a) + r);
+      uint32_t bits[Tile::kGroup], keys[Tile::kGroup];
+      int nonzero = 0;
+#pragma unroll
+      for (int i = 0; i < Tile::kGroup; ++i) {
+        bits[i] = s.element[place.token_of(i)][s.channel[place.channel_of(i)]];
+        keys[i] = magnitude_key(static_cast<uint16_t>(bits[i]), nan);
+        if (keys[i] == 0) bits[i] = 0;
+        nonzero += keys[i] != 0;
+      }
+      uint32_t two = two_largest(keys);
+      auto bits_of = [&](uint32_t index) {
+        uint32_t low = index & 1 ? bits[1] : bits[0], high = index & 1 ? bits[3] : bits[2];
+        return index & 2 ? high : low;
+      };
+      pairs[a][r] = bits_of(two & 3) | bits_of(two >> 2) << 16;
+      kept[a][r] = two;
+      left_out += max(0, nonzero - Tile::kKept);
+      metadata[r / 2] |= two << (4 * (lane % 4) + 16 * (r % 2));
+      if constexpr (Codec::kHasScales) {
+#pragma unroll
+        for (int i = 0; i < Tile::kKept; ++i) {
+          int element = two >> (2 * i) & 3;
+          float value = to_float(static_cast<uint16_t>(pairs[a][r] >> (16 * i)), view.dtype);
+          float ratio = fabsf(value) * s.per_channel[place.channel_of(element)];
+          bool is_nan = value != value, is_infinite = fabsf(value) == INFINITY;
+          out_of_range += is_infinite || (is_nan && !Codec::kHasNan);
+          if (!is_nan && !is_infinite) atomicMax(&s.largest[place.token_of(element)], __float_as_uint(ratio));
+        }
+      }
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      metadata[half] |= __shfl_xor_sync(~0u, metadata[half], 1);
+      metadata[half] |= __shfl_xor_sync(~0u, metadata[half], 2);
+    }
+    static_assert(kAlongK % 2 == 0);
+    int atom = first_atom + a;
+    if (lane % 4 / 2 == atom % 2) tile.block[atom / 2 * kLanes + lane] = metadata[lane % 2];
+  }
+  if (lost) add_to(lost, left_out);
+  if constexpr (Codec::kHasScales) {
+    add_to(refused, out_of_range);
+    __syncthreads();
+    if (threadIdx.x < kTileTokens) {
+      uint16_t scale = token_scale(__uint_as_float(s.largest[threadIdx.x]), Codec::kLargest);
+      s.per_token[threadIdx.x] = 1 / scale_value(scale);
+      reinterpret_cast<uint16_t*>(tile.block + Tile::metadata_rows(HeadDim) * kLanes)[scale_index(threadIdx.x)] = scale;
+    }
+    __syncthreads();
+  }
+
+  constexpr int kRows = Tile::kAtomGroups * Tile::kKept * Codec::kValueBits / 32;  // of an atom
+  uint32_t* values = tile.block + (Tile::first_value_row<Codec>(HeadDim) + first_atom * kRows) * kLanes + lane;
+#pragma unroll
+  for (int a = 0; a < kAtoms; ++a) {
+    uint32_t words[kRows] = {};
+#pragma unroll
+    for (int r = 0; r < Tile::kAtomGroups; ++r) {
+      if constexpr (!Codec::kHasScales) {
+        words[r] = pairs[a][r];
+      } else {
+        GroupPlace<kRole, HeadDim> place(lane, Tile::kAtomGroups * (first_atom + a) + r);
+#pragma unroll
+        for (int i = 0; i < Tile::kKept; ++i) {
+          int element = kept[a][r] >> (2 * i) & 3;
+          float value = to_float(static_cast<uint16_t>(pairs[a][r] >> (16 * i)), view.dtype);
+          uint32_t code = Codec::encode(scaled_down(value, s.per_channel[place.channel_of(element)],
+                                                    s.per_token[place.token_of(element)]));
+          words[Tile::value_row<Codec>(r)] |= code << Tile::first_bit<Codec>(r, i);
+        }
+      }
+    }
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) values[(a * kRows + row) * kLanes] = words[row];
+  }
+}
+
+template <Role kRole, int HeadDim, class Codec>
+__global__ void __launch_bounds__(kThreads, 2) unpack_kernel(SparseView view, uint16_t* out) {
+  extern __shared__ __align__(16) uint8_t shared[];
+  auto& s = *reinterpret_cast<Dense<HeadDim>*>(shared);
+  constexpr int kAtoms = kWarpAtoms<HeadDim>, kVectors = (HeadDim + 8) / kVectorValues;
+  TileLocation tile(view);
+  int lane = threadIdx.x % 32, first_group = threadIdx.x / 32 * kAtoms * Tile::kAtomGroups;
+  for (int i = threadIdx.x; i < kTileTokens * kVectors; i += kThreads)
+    reinterpret_cast<uint4*>(s.element)[i] = make_uint4(0, 0, 0, 0);
+  for (int i = threadIdx.x; i < HeadDim; i += kThreads) s.channel[i] = view.channel_order[tile.head * HeadDim + i];
+  __syncthreads();
+  uint32_t const* values = tile.block + Tile::first_value_row<Codec>(HeadDim) * kLanes + lane;
+  uint8_t const* token_order = view.token_order + tile.index * kTileTokens;
+#pragma unroll 4
+  for (int group = first_group; group < first_group + kAtoms * Tile::kAtomGroups; ++group) {
+    GroupPlace<kRole, HeadDim> place(lane, group);
+    int atom = group / Tile::kAtomGroups, r = group % Tile::kAtomGroups;  // as in the kernel above
+    int metadata_lane = lane / 4 * 4 + 2 * (atom % 2) + r / 2;
+    uint32_t kept = __ldg(tile.block + atom / 2 * kLanes + metadata_lane) >> (4 * (lane % 4) + 16 * (r % 2));
+    uint32_t word = __ldg(values + Tile::value_row<Codec>(group) * kLanes);
+#pragma unroll
+    for (int i = 0; i < Tile::kKept; ++i) {
+      int element = kept >> (2 * i) & 3, token = place.token_of(element), channel = place.channel_of(element);
+      uint32_t code = word >> Tile::first_bit<Codec>(group, i) & ((1u << Codec::kValueBits) - 1);
+      uint16_t bits = static_cast<uint16_t>(code);
+      if constexpr (Codec::kHasScales) {
+        float of_token = scale_value(view.token_scales(tile.block)[scale_index(token)]);
+        float of_channel = scale_value(view.channel_scale[tile.head * HeadDim + channel]);
+        bits = rounded_bits(scaled_up(Codec::number(code), of_token, of_channel, view.dtype), view.dtype);
+      }
+      s.element[token_order[token]][s.channel[channel]] = bits;
+    }
+  }
+  __syncthreads();
+  int vectors = view.head_dim / kVectorValues;  // of a token
+  uint16_t* to = out + (tile.head * view.tokens + tile.first_token) * view.head_dim;
+  for (int i = threadIdx.x; i < tile.tokens * vectors; i += kThreads)
+    reinterpret_cast<uint4*>(to)[i] =
+        *reinterpret_cast<uint4 const*>(&s.element[i / vectors][i % vectors * kVectorValues]);
+}
+
+}  // namespace
+
+void pack_two_of_four(DenseView const& x, SparseView const& view, int64_t* refused, int64_t* lost,
+                      cudaStream_t stream) {
+  check_tile_format(view, Tile::kId, "pack_two_of_four");
+  visit_packed_codec(view.codec, [&](auto codec) {
+    using Codec = decltype(codec);
+    visit_shape(view, [&](auto role, auto head_dim) {
+      launch_tiles(pack_kernel<role(), head_dim(), Codec>, view.tiles(), kThreads,
+                   sizeof(PackStorage<head_dim(), Codec::kHasScales>), stream, "launch of pack_two_of_four", x,
+                   x.has_vectors(), view, refused, lost);
+    });
+  });
+}
+
+void unpack_two_of_four(SparseView const& view, void* out, cudaStream_t stream) {
+  check_tile_format(view, Tile::kId, "unpack_two_of_four");
+  visit_packed_codec(view.codec, [&](auto codec) {
+    visit_shape(view, [&](auto role, auto head_dim) {
+      launch_tiles(unpack_kernel<role(), head_dim(), decltype(codec)>, view.tiles(), kThreads, sizeof(Dense<head_dim()>),
+                   stream, "launch of decompress", view, static_cast<uint16_t*>(out));
+    });
+  });
+}
+
+}  // namespace cute_kernels::compress
