@@ -127,8 +127,9 @@ void run_with(Kernels<Params> const& kernels, attention::Problem const& problem,
     plan.config.ctas = static_cast<int>(std::min<int64_t>(plan.config.ctas, problem.num_splits * work_tiles));
   if (divides) {
     int vectors = (keys.padded_head_dim * n / 16) << reduce::partial_vectors(schedule.rows).pairs_log2;
-    Work work{static_cast<int>(work_tiles), longest, tiles, vectors, keys.padded_head_dim, schedule.variable_length};
-    Division division = choose_division(device, work, plan.config.workers);
+    Work work{static_cast<int>(work_tiles), longest, tiles, vectors, keys.padded_head_dim, plan.config.workers,
+              schedule.variable_length};
+    Division division = choose_division(device, work);
     limits.max_workers = division.workers;
     plan = plan_with(INT32_MAX);
     plan.config.ctas = division.ctas;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 
 #include "cute_kernels/common/device.hpp"
@@ -17,6 +18,7 @@ struct Work {
   int64_t tiles;  // KV tiles of all of them
   int vectors;    // that a work tile's result is written in
   int padded_head_dim;
+  int most_workers;      // of a CTA
   bool variable_length;  // see schedule::Params
 };
 
@@ -31,13 +33,19 @@ namespace cost {
 // A KV tile's share of a busy SM.
 inline float tile(int padded_head_dim) { return std::max(0.26f, 0.003f * static_cast<float>(padded_head_dim)); }
 inline constexpr float kLatency = 2.3f;  // of such shares: from a worker's tile to its next one at least
-inline constexpr float kUneven =
-    0.35f;  // how much the longest split counts where other workers of its CTA have shorter ones
+// How much the longest split counts where other workers of its CTA have shorter ones.
+inline constexpr float kUneven = 0.35f;
+// Fewer workers than a CTA may have take longer for tiles beyond the first ones: as if a CTA had so many more.
+inline float more_tiles(Work const& work, float workers, float of_cta) {
+  constexpr float kFirst = 20;
+  float missing = static_cast<float>(work.most_workers) / workers - 1;
+  return (work.padded_head_dim < 128 ? 0.45f : 0.21f) * missing * std::sqrt(missing) * std::max(0.f, of_cta - kFirst);
+}
 // Barriers of a cluster, for each of its CTAs, and for more than every device can have in one.
 inline constexpr int kPortableCluster = 8;
 inline constexpr float kCluster = 0.27f, kClusterCta = 0.06f, kLargeCluster = 0.4f;
 inline constexpr float kWrite = 0.65f;    // results: a value of every thread
-inline constexpr float kFarCode = 0.9f;   // with variable lengths the code of a cluster's end is not fetched ahead
+inline constexpr float kFarCode = 0.4f;   // with variable lengths the code of a cluster's end is not fetched ahead
 inline constexpr float kCombine = 1.9f;   // the second kernel,
 inline constexpr float kPartial = 8e-6f;  // for every vector that it reads,
 inline constexpr float kWave = 0.7f;      // and for each time that its CTAs fill the device, after the first
@@ -52,7 +60,8 @@ inline float estimated_time(Work const& work, Division const& division) {
   float vectors = static_cast<float>(work.vectors);
   float of_split = splits > 0 ? ceil_div(longest, splits) : ceil_div(tiles, ctas * workers);
   float of_cta = splits > 0 ? longest * workers / splits : tiles / ctas;
-  float uneven = of_split * std::max(cost::kLatency, workers), even = std::max(of_split * cost::kLatency, of_cta);
+  float uneven = of_split * std::max(cost::kLatency, workers),
+        even = std::max(of_split * cost::kLatency, of_cta + cost::more_tiles(work, workers, of_cta));
   float time = cost::tile(work.padded_head_dim) * (cost::kUneven * uneven + (1 - cost::kUneven) * even);
   constexpr float kLanes = 4;  // that write a vector
   if (division.in_cluster) {
@@ -71,7 +80,7 @@ inline float estimated_time(Work const& work, Division const& division) {
 }
 
 // Of a kernel that combines partials in clusters.
-inline Division choose_division(DeviceLimits const& device, Work const& work, int most_workers) {
+inline Division choose_division(DeviceLimits const& device, Work const& work) {
   Division best{};
   float least = 0;
   auto consider = [&](Division const& division) {
@@ -79,7 +88,7 @@ inline Division choose_division(DeviceLimits const& device, Work const& work, in
     if (best.workers == 0 || time < least) best = division, least = time;
   };
   int sms = device.multiprocessors, all = work.work_tiles;
-  for (int workers = most_workers; workers > 0; workers -= workers > kSchedulers / 2 ? kSchedulers / 2 : 1) {
+  for (int workers = work.most_workers; workers > 0; workers -= workers > kSchedulers / 2 ? kSchedulers / 2 : 1) {
     for (int cluster = kMaxCluster; cluster > 1; --cluster)
       if (all <= device.max_clusters[cluster]) consider({workers, all * cluster, cluster, workers * cluster, true});
     for (int own = 1; own <= workers; ++own)  // work tiles of a CTA

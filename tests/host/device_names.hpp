@@ -16,6 +16,7 @@ T __ldg(T const* address) {
   return *address;
 }
 inline void __syncthreads() {}
+inline void __syncwarp() {}
 // Of a single thread there are no lanes to ask: code that does is not for the host.
 int __shfl_sync(unsigned, int, int);
 int __shfl_up_sync(unsigned, int, int);

@@ -62,10 +62,10 @@ void check_in_clusters(DeviceLimits const& device, pipeline::Config config, int 
 
 // What is chosen for attention fits the device and has a split for every worker; nothing else is estimated to be faster
 // than a partition of the whole schedule, which every call can have.
-void check_division(DeviceLimits const& device, int most_workers, dispatch::Work const& work) {
-  dispatch::Division chosen = dispatch::choose_division(device, work, most_workers);
+void check_division(DeviceLimits const& device, dispatch::Work const& work) {
+  dispatch::Division chosen = dispatch::choose_division(device, work);
   int workers = chosen.workers, ctas = chosen.ctas, cluster = chosen.cluster, splits = chosen.splits_per_work_tile;
-  check(workers >= 1 && workers <= most_workers, "workers of a division", workers);
+  check(workers >= 1 && workers <= work.most_workers, "workers of a division", workers);
   check(cluster >= 1 && cluster <= kMaxCluster && ctas % cluster == 0, "whole clusters", ctas, cluster);
   int clusters = cluster > 1 ? device.max_clusters[cluster] : device.multiprocessors;
   check(ctas >= 1 && ctas / cluster <= clusters, "clusters run at a time", ctas, cluster);
@@ -76,8 +76,8 @@ void check_division(DeviceLimits const& device, int most_workers, dispatch::Work
   check(splits == 0 || int64_t{splits} * work.work_tiles == int64_t{ctas} * workers, "a split for every worker",
         splits);
   check(chosen.in_cluster || splits <= work.longest, "a KV tile for every split beside the second kernel", splits);
-  dispatch::Division whole{most_workers, static_cast<int>(std::min<int64_t>(device.multiprocessors, work.tiles)), 1, 0,
-                           false};
+  dispatch::Division whole{work.most_workers, static_cast<int>(std::min<int64_t>(device.multiprocessors, work.tiles)),
+                           1, 0, false};
   check(dispatch::estimated_time(work, chosen) <= dispatch::estimated_time(work, whole), "no slower by estimate");
 }
 
@@ -133,8 +133,8 @@ int main() {
             workers, step);
       if (one_ring) check_in_clusters(device, plan.config, heads * row_blocks, tiles_per_head);
       if (one_ring)
-        check_division(device, workers,
-                       {heads * row_blocks, tiles_per_head, tiles, draw(1, 64) * 32, head_dim, draw(0, 1) == 1});
+        check_division(
+            device, {heads * row_blocks, tiles_per_head, tiles, draw(1, 64) * 32, head_dim, workers, draw(0, 1) == 1});
     }
   }
   return report();
