@@ -189,8 +189,8 @@ __global__ void __launch_bounds__(kThreads, 2)
         for (int i = 0; i < Tile::kKept; ++i) {
           int element = kept[a][r] >> (2 * i) & 3;
           float value = to_float(static_cast<uint16_t>(pairs[a][r] >> (16 * i)), view.dtype);
-          uint32_t code = Codec::encode(scaled_down(value, s.per_channel[place.channel_of(element)],
-                                                    s.per_token[place.token_of(element)]));
+          uint32_t code = Codec::encode(
+              scaled_down(value, s.per_channel[place.channel_of(element)], s.per_token[place.token_of(element)]));
           words[Tile::value_row<Codec>(r)] |= code << Tile::first_bit<Codec>(r, i);
         }
       }
@@ -260,8 +260,8 @@ void unpack_two_of_four(SparseView const& view, void* out, cudaStream_t stream) 
   check_tile_format(view, Tile::kId, "unpack_two_of_four");
   visit_packed_codec(view.codec, [&](auto codec) {
     visit_shape(view, [&](auto role, auto head_dim) {
-      launch_tiles(unpack_kernel<role(), head_dim(), decltype(codec)>, view.tiles(), kThreads, sizeof(Dense<head_dim()>),
-                   stream, "launch of decompress", view, static_cast<uint16_t*>(out));
+      launch_tiles(unpack_kernel<role(), head_dim(), decltype(codec)>, view.tiles(), kThreads,
+                   sizeof(Dense<head_dim()>), stream, "launch of decompress", view, static_cast<uint16_t*>(out));
     });
   });
 }

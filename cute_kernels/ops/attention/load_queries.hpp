@@ -28,7 +28,7 @@ CUTE_DEVICE void stage_queries(Params const& params, schedule::WorkTile const& w
     params.query_tokens(head, token, work_tile.first_row + min(row, work_tile.rows - 1));
     auto const* from = static_cast<Element const*>(params.q) + work_tile.row * params.q_strides[0] +
                        (int64_t{work_tile.kv_head} * params.group + head) * params.q_strides[1] +
-                      max(0, before + token) * params.q_strides[2];
+                       max(0, before + token) * params.q_strides[2];
     if (head_dim == Traits::kHeadDim && reinterpret_cast<uintptr_t>(from) % 16 == 0) {
       uint4 vectors[kVectors];
       CUTE_UNROLL
