@@ -214,9 +214,11 @@ struct AppendPart {
 };
 
 // The tokens of the window that are due become a tile.
+// Inlined, or parameters would be copied to local memory.
 template <int HeadDim, bool kNarrow>
-__device__ void store_tile(AppendArguments const& a, uint8_t* memory, AppendShared& shared, int sequence, int kv_head,
-                           uint16_t const* keys, uint16_t const* values, AppendState const& state) {
+__device__ __forceinline__ void store_tile(AppendArguments const& a, uint8_t* memory, AppendShared& shared,
+                                           int sequence, int kv_head, uint16_t const* keys, uint16_t const* values,
+                                           AppendState const& state) {
   using Shape = AppendShape<HeadDim, kNarrow>;
   using Packing = typename Shape::Packing;
   AppendPart<Role::kKey, HeadDim, kNarrow> key{a, *reinterpret_cast<Packing*>(memory)};
@@ -256,7 +258,8 @@ __device__ void store_tile(AppendArguments const& a, uint8_t* memory, AppendShar
 }
 
 template <int HeadDim, bool kNarrow>
-__global__ void __launch_bounds__(AppendShape<HeadDim, kNarrow>::kThreads) append_kernel(AppendArguments const a) {
+__global__ void __launch_bounds__(AppendShape<HeadDim, kNarrow>::kThreads, kNarrow ? 1 : 0)
+    append_kernel(AppendArguments const a) {
   extern __shared__ __align__(128) uint8_t memory[];
   __shared__ AppendShared shared;
   ptx::wait_for_primary();  // and lets no dependent begin before it ends: attention was slower on CTAs set up early

@@ -381,7 +381,8 @@ __device__ void pack_tile(PackStorage<HeadDim, Codec::kHasScales>& s, TileSource
     encode_tile<Codec>(s, x.dtype);
     group.sync();
   }
-  if (rows_to_stage > staged_rows) return write_rows(part, s, block, value_rows, staged_rows, group);
+  constexpr bool kStages = HeadDim < kMaxHeadDim || !Codec::kHasScales;  // else registers do not suffice
+  if (!kStages || rows_to_stage > staged_rows) return write_rows(part, s, block, value_rows, staged_rows, group);
   part.stage_values(s, lane, first_ranks(s, lane, warp));
   group.sync();
   uint32_t* to = block + TileFormat::first_value_row<Codec>(HeadDim) * kLanes;

@@ -51,7 +51,7 @@ __device__ void write_pruned(SelectStorage<Words>& s, uint32_t const (&kept)[Wor
 template <int Words, bool kScales>
 constexpr int kResident = Words == 2   ? 28
                           : Words == 4 ? 20
-                          : kScales    ? 9
+                          : kScales    ? 8
                                        : 11;
 
 // A CTA takes every gridDim.x-th tile. Rows of its next half tile arrive while it selects: by then this half tile's
