@@ -76,7 +76,8 @@ class Side:
         self.cache(model, capacity)
 
     def cache(self, model: Any, capacity: int) -> Any:
-        """An empty one for so many tokens."""
+        """An empty one for so many tokens, and for those that prompt lookup proposes in vain."""
+        capacity += self.lookup or 0
         from transformers import DynamicCache, StaticCache
 
         if self.sparse:
