@@ -225,7 +225,7 @@ def _methods(case: Case) -> dict[str, Callable[[ck.KVCache], Call]]:
             },
         ),
         "attend packed": lambda c: Call(
-            c.attend,
+            lambda q, cu_seqlens_q, **options: c.attend(q, cu_seqlens_q=cu_seqlens_q, **options),
             {"q": _x(case, 1, 4, 5, 16), "cu_seqlens_q": torch.tensor([0, 2, 5], dtype=torch.int32)},
             {"max_seqlen_q": 3, "causal": True, "return_lse": False, "sequences": [1, 0], "backend": "auto"},
         ),
