@@ -180,7 +180,8 @@ def decode(state: dict) -> torch.Tensor:
     padded = channel_order.shape[-1]
     tiles = -(-tokens // TILE)
     if state["metadata"]["tile_format"] == "two_of_four":
-        return _decode_pairs(state, blocks.reshape(batch * heads * tiles, -1, 32), width)
+        rows = padded // 16 + (width < 16) + padded * width // 32
+        return _decode_pairs(state, blocks.reshape(batch * heads * tiles, rows, 32), width)
     positions = [[element_position(role, padded, lane, e) for e in range(2 * padded)] for lane in range(32)]
     dense = np.zeros((batch, heads, tiles * TILE, padded), dtype=np.float64 if narrow else np.uint16)
     for index in range(batch * heads * tiles):
