@@ -98,7 +98,7 @@ __device__ void load_rows(Dense<HeadDim>& s, DenseView const& x, TileLocation co
 // refused: counts values that the codec cannot store. lost: counts nonzeros beyond two of four; null: nobody asks.
 template <Role kRole, int HeadDim, class Codec>
 __global__ void __launch_bounds__(kThreads, 2)
-    pack_kernel(DenseView x, bool vectors, SparseView view, int64_t* refused, int64_t* lost) {
+    pack_pairs_kernel(DenseView x, bool vectors, SparseView view, int64_t* refused, int64_t* lost) {
   constexpr int kAtoms = kWarpAtoms<HeadDim>, kAlongK = Tile::atoms_along_k(kRole, HeadDim);
   extern __shared__ __align__(16) uint8_t shared[];
   auto& s = *reinterpret_cast<PackStorage<HeadDim, Codec::kHasScales>*>(shared);
@@ -201,7 +201,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 }
 
 template <Role kRole, int HeadDim, class Codec>
-__global__ void __launch_bounds__(kThreads, 2) unpack_kernel(SparseView view, uint16_t* out) {
+__global__ void __launch_bounds__(kThreads, 2) unpack_pairs_kernel(SparseView view, uint16_t* out) {
   extern __shared__ __align__(16) uint8_t shared[];
   auto& s = *reinterpret_cast<Dense<HeadDim>*>(shared);
   constexpr int kAtoms = kWarpAtoms<HeadDim>, kVectors = (HeadDim + 8) / kVectorValues;
@@ -249,7 +249,7 @@ void pack_two_of_four(DenseView const& x, SparseView const& view, int64_t* refus
   visit_packed_codec(view.codec, [&](auto codec) {
     using Codec = decltype(codec);
     visit_shape(view, [&](auto role, auto head_dim) {
-      launch_tiles(pack_kernel<role(), head_dim(), Codec>, view.tiles(), kThreads,
+      launch_tiles(pack_pairs_kernel<role(), head_dim(), Codec>, view.tiles(), kThreads,
                    sizeof(PackStorage<head_dim(), Codec::kHasScales>), stream, "launch of pack_two_of_four", x,
                    x.has_vectors(), view, refused, lost);
     });
@@ -260,7 +260,7 @@ void unpack_two_of_four(SparseView const& view, void* out, cudaStream_t stream) 
   check_tile_format(view, Tile::kId, "unpack_two_of_four");
   visit_packed_codec(view.codec, [&](auto codec) {
     visit_shape(view, [&](auto role, auto head_dim) {
-      launch_tiles(unpack_kernel<role(), head_dim(), decltype(codec)>, view.tiles(), kThreads,
+      launch_tiles(unpack_pairs_kernel<role(), head_dim(), decltype(codec)>, view.tiles(), kThreads,
                    sizeof(Dense<head_dim()>), stream, "launch of decompress", view, static_cast<uint16_t*>(out));
     });
   });
