@@ -106,7 +106,10 @@ def test_products(dtype, codec, name, rng):
         k, v = (ck.compress(x, role=role, keep=keep, codec=codec) for role in ROLES)
         q = oracle.gaussian(2, 2 * group, queries, head_dim, dtype=dtype, device="cuda")
         logits = ck.sparse_qk(q, k, scale=0.3, backend=name)
-        assert oracle.relative_error(logits, oracle.qk(q, exact(k), 0.3)) <= LOGITS_TOLERANCE
+        # By what the terms of a logit would add up to with random signs: few logits may be far smaller.
+        size = oracle.qk(q.double() ** 2, exact(k) ** 2, 0.3**2).sum().sqrt()
+        difference = logits.double().cpu() - oracle.qk(q, exact(k), 0.3)
+        assert difference.norm() <= LOGITS_TOLERANCE * size
         for p_dtype in (torch.float32, torch.float16, torch.bfloat16):
             p = torch.rand(2, 2 * group, queries, tokens, device="cuda").to(p_dtype)
             got = ck.sparse_av(p, v, backend=name)
@@ -164,7 +167,7 @@ def test_attention(dtype, together, codec, name, rng):
 
 def test_nan_of_tokens_that_do_not_count(name, rng):
     k, v = (oracle.gaussian(1, 2, 200, 128, device="cuda") for _ in ROLES)
-    v[0, 0, 150] = float("nan")
+    v[0, 0, 150] = float("nan")  # of which pruning keeps the first channels
     K, V = ck.compress_kv(k, v, keep=64, codec="fp8")
     q = oracle.gaussian(1, 4, 1, 128, device="cuda")
     lengths = torch.tensor([140], dtype=torch.int32, device="cuda")
@@ -172,7 +175,7 @@ def test_nan_of_tokens_that_do_not_count(name, rng):
     expected, _ = oracle.attention(q.cpu(), exact(K), exact(V), 128**-0.5, None, [140])
     assert oracle.relative_error(out, expected) <= 2e-3
     out = ck.sparse_attention(q, K, V, backend=name)
-    assert out[:, :2].isnan().all() and not out[:, 2:].isnan().any()
+    assert out[:, :2, :, :64].isnan().all() and not out[:, :2, :, 64:].isnan().any() and not out[:, 2:].isnan().any()
 
 
 def test_codecs_of_keys_and_values_that_differ(name, rng):
