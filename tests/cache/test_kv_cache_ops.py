@@ -159,7 +159,7 @@ def calls(cache: ck.KVCache, device) -> dict[str, tuple]:
     rows, lse = torch.tensor([1, 0], device=device), torch.empty(q.shape[:3], device=device)
     return {
         "kv_cache_append": (content, number, *new(2, device), None, None),
-        "kv_cache_attend": (content, number, q, None, rows, 0.125, True, "auto", torch.empty_like(q), lse),
+        "kv_cache_attend": (content, number, q, None, rows, None, None, 0.125, True, "auto", torch.empty_like(q), lse),
     }
 
 
