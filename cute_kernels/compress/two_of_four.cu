@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     }
     static_assert(kAlongK % 2 == 0);
     int atom = first_atom + a;
-    if (lane % 4 / 2 == atom % 2) tile.block[atom / 2 * kLanes + lane] = metadata[lane % 2];
+    if (lane % 4 / 2 == atom % 2) tile.block[atom / 2 * kLanes + lane] = lane % 2 ? metadata[1] : metadata[0];
   }
   if (lost) add_to(lost, left_out);
   if constexpr (Codec::kHasScales) {

@@ -28,13 +28,19 @@ def numbers(kernel: Kernel) -> Numbers:
 
 
 def table(kernels: Iterable[Kernel]) -> dict[str, Numbers]:
-    """Architecture and name -> numbers. Kernels that several files instantiate alike are one."""
-    rows: dict[str, Numbers] = {}
+    """Architecture and name -> numbers. Several files may instantiate a kernel, and the compiler may schedule each
+    one differently: those that are alike are one, others are called "#2", "#3" as well, by their numbers."""
+    found: dict[str, list[Numbers]] = {}
     for kernel in kernels:
         row = numbers(kernel)
-        if rows.setdefault(kernel.key, row) != row:
-            raise ValueError(f"two kernels are called {kernel.key}; names.py must tell them apart")
-    return rows
+        rows = found.setdefault(kernel.key, [])
+        if row not in rows:
+            rows.append(row)
+    table: dict[str, Numbers] = {}
+    for key, rows in found.items():
+        for i, row in enumerate(sorted(rows, key=lambda row: sorted(row.items())), start=1):
+            table[key if i == 1 else f"{key} #{i}"] = row
+    return table
 
 
 def load(path: Path = PATH) -> tuple[str, dict[str, Numbers]]:

@@ -304,11 +304,14 @@ def test_differences_are_readable(tmp_path):
     assert manifest.load(path) == ("13.1", {"sm_80 a": {"registers": 1}})
 
 
-def test_alike_names_must_be_alike():
+def test_kernels_of_several_files():
     twin = kernel("combine_partials<>", "        /*0000*/  EXIT ;\n")
+    other = kernel("combine_partials<>", "        /*0000*/  EXIT ;\n", registers=twin.registers + 7)
     assert len(manifest.table([twin, twin])) == 1
-    with pytest.raises(ValueError, match="two kernels are called"):
-        manifest.table([twin, kernel("combine_partials<>", "        /*0000*/  EXIT ;\n", registers=7)])
+    table = manifest.table([other, twin, other])
+    assert table == manifest.table([twin, other])
+    assert [row["registers"] for row in table.values()] == [twin.registers, other.registers]
+    assert list(table) == [twin.key, f"{twin.key} #2"]
 
 
 def test_check_says_what_moved(tmp_path, monkeypatch, capsys):
