@@ -48,10 +48,11 @@ def short_name(symbol: str) -> str:
         text = text.replace(long, short)
     text = re.sub(r"\b(?!sm\d+::)[A-Za-z_]\w*::", "", text.removeprefix("void ")).replace(" ", "")
     text = re.sub(r"StoredOperand<BitmapTile,(?:Fp16|Bf16)Codec,(\w+)>", r"\1", text)  # the codec says no more
-    text = re.sub(r"ScaledOperand<BitmapTile,(\w+)Codec,(\w+)>", lambda of: f"{of[1].lower()}-{of[2]}", text)
+    text = re.sub(r"ScaledOperand<BitmapTile,(\w+)Codec>", lambda of: of[1].lower(), text)
     text = re.sub(
         r"(?:Stored|Scaled)Operand<TwoOfFourTile,(\w+)Codec(?:,\w+)?>", lambda of: f"2of4-{of[1].lower()}", text
     )
+    text = re.sub(r",(?:BitmapTile|TwoOfFourTile)>", ">", text)  # which the operand says
     name, arguments = _split(text)
     said: list[str] = []
     for argument in arguments:

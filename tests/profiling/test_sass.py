@@ -91,11 +91,11 @@ def test_manifest(kernels, library, cuobjdump):
 
 def test_launches_prefetch_the_loops_over_tiles(kernels, library, cuobjdump):
     """A launch fetches the first 64 KB of a kernel's code ahead of time; what lies behind is late to come where the
-    instruction caches are cold, which is always in a model."""
+    instruction caches are cold, which is always in a model. Of values of 16 bits in bitmaps, in one token order."""
     compiler, _ = manifest.load()
     if dump.compiler_of(library, cuobjdump) != compiler:
         pytest.skip(f"where code lies is known of ptxas {compiler} only")
-    wanted = re.compile(r"sm90::(sparse_\w+_warps|attention_kernel)<\w*Traits<.*\b(64|128),8\b")
+    wanted = re.compile(r"sm90::(sparse_\w+_warps|attention_kernel)<\w*Traits<(\w+,)?b?f16,(64|128),8(>|,\w+,false)")
     ends = {
         kernel.key: kernel.code.decoder_end
         for kernel in kernels

@@ -4,6 +4,7 @@
 //   in:  backend (80, 90)  role (0 key, 1 value)  head_dim  n  rows  longest tile, rows  bytes of a row of p
 //        tiles  SMs  shared bytes
 //   out: warps  stages  registers a thread
+// include: tests/host/emulated
 #include <cstdio>
 
 #include "cute_kernels/dispatch/heuristics.hpp"
