@@ -19,8 +19,14 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T")
 
 FORMAT = 3
 
@@ -71,6 +77,20 @@ def read(path: Path) -> list[dict[str, Any]]:
     if not isinstance(content, list) or not all(isinstance(values, dict) for values in content):
         raise ValueError(f"{path}: expected a list of rows")
     return content
+
+
+def write_rows(path: Path, rows: Sequence[DataclassInstance], shared: Collection[str]) -> Path:
+    """`write` of rows of one class; returns the path."""
+    write(path, [asdict(row) for row in rows], shared)
+    return path
+
+
+def read_rows(path: Path, row: type[T], command: str) -> list[T]:
+    """The rows of a file as objects of the class that `command` writes; ValueError says what is wrong with it."""
+    try:
+        return [row(**values) for values in read(path)]
+    except TypeError as error:
+        raise ValueError(f"{path}: no rows of {command}: {error}") from None
 
 
 def columns(objects: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any]) -> list[str]:

@@ -34,7 +34,7 @@ std::vector<LaneGroup> make_lane_groups() {
   return groups;
 }
 
-// The indices of the two largest of four, in order; ties to the first. `first` and `next`: as keys of magnitudes.
+// The indices of the two largest of four keys of magnitudes, in order; ties to the first.
 struct Pair {
   int first, second;
 };

@@ -230,9 +230,7 @@ def one_line(row: Row) -> str:
 
 def write(rows: Sequence[Row], folder: Path, name: str = NAME) -> Path:
     """Writes NAME.json; returns its path."""
-    path = folder / f"{name}.json"
-    records.write(path, [asdict(row) for row in rows], OF_A_RUN)
-    return path
+    return records.write_rows(folder / f"{name}.json", rows, OF_A_RUN)
 
 
 def write_csv(rows: Sequence[Row], path: Path) -> None:

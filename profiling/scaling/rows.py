@@ -111,17 +111,12 @@ def terminal(rows: Sequence[Row]) -> str:
 
 def write(rows: Sequence[Row], folder: Path, name: str = NAME) -> Path:
     """Writes NAME.json; returns its path."""
-    path = folder / f"{name}.json"
-    records.write(path, [asdict(row) for row in rows], OF_A_RUN)
-    return path
+    return records.write_rows(folder / f"{name}.json", rows, OF_A_RUN)
 
 
 def read(path: Path) -> list[Row]:
     """The rows of a JSON file; ValueError says what is wrong with it."""
-    try:
-        return [Row(**values) for values in records.read(path)]
-    except TypeError as error:
-        raise ValueError(f"{path}: no rows of profiling.scaling: {error}") from None
+    return records.read_rows(path, Row, "profiling.scaling")
 
 
 def write_csv(rows: Sequence[Row], path: Path) -> None:

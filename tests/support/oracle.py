@@ -170,7 +170,7 @@ def _bf16(word: int) -> float:
 
 def decode(state: dict) -> torch.Tensor:
     """The dense cache of a state dict, read word by word: float64 of a narrow codec, else of the cache's dtype."""
-    batch, heads, tokens, head_dim = state["metadata"]["shape"]
+    batch, heads, tokens, _ = state["metadata"]["shape"]
     role, codec = state["metadata"]["role"], state["metadata"]["codec"]
     width = {"fp8": 8, "int8": 8, "int4": 4}.get(codec, 16)
     narrow, per_word = width < 16, 32 // width
@@ -206,19 +206,13 @@ def decode(state: dict) -> torch.Tensor:
                     value = int(values[taken[stream], lane]) >> (16 * stream) & 0xFFFF
                 taken[stream] += 1
                 dense[b, h, TILE * tile + int(token_order[b, h, tile, token]), channel_order[b, h, channel]] = value
-    outside = dense.copy()
-    outside[:, :, :tokens, :head_dim] = 0
-    assert not outside.any(), "something is stored outside the cache"
-    inside = np.ascontiguousarray(dense[:, :, :tokens, :head_dim])
-    if narrow:
-        return torch.from_numpy(inside)
-    return torch.from_numpy(inside.view(np.int16)).view(getattr(torch, state["metadata"]["dtype"]))
+    return _inside(state, dense)
 
 
 def _decode_pairs(state: dict, blocks: np.ndarray, width: int) -> torch.Tensor:
     """blocks: (tiles, rows, 32) of the tile format of exactly two of four. After PTX's drawings of the operands of
     mma.sp.m16n8k32: A is 16 x 32, in groups of four columns of which two are stored."""
-    batch, heads, tokens, head_dim = state["metadata"]["shape"]
+    batch, heads, tokens, _ = state["metadata"]["shape"]
     role, codec = state["metadata"]["role"], state["metadata"]["codec"]
     token_order, channel_order = state["token_order"].cpu().numpy(), state["channel_order"].cpu().numpy()
     padded, narrow = channel_order.shape[-1], width < 16
@@ -247,11 +241,17 @@ def _decode_pairs(state: dict, blocks: np.ndarray, width: int) -> torch.Tensor:
                         of_token = _bf16(int(scales[8 * (token % 8) + token // 8]))
                         value = _number(codec, code) * of_token * float(state["channel_scale"][b, h, channel])
                     dense[b, h, TILE * tile + int(token_order[b, h, tile, token]), channel_order[b, h, channel]] = value
+    return _inside(state, dense)
+
+
+def _inside(state: dict, dense: np.ndarray) -> torch.Tensor:
+    """The cache in whole tiles of padded channels, float64 or bits of 16-bit values; nothing is stored beside it."""
+    _, _, tokens, head_dim = state["metadata"]["shape"]
     outside = dense.copy()
     outside[:, :, :tokens, :head_dim] = 0
     assert not outside.any(), "something is stored outside the cache"
     inside = np.ascontiguousarray(dense[:, :, :tokens, :head_dim])
-    if narrow:
+    if dense.dtype == np.float64:
         return torch.from_numpy(inside)
     return torch.from_numpy(inside.view(np.int16)).view(getattr(torch, state["metadata"]["dtype"]))
 

@@ -70,7 +70,9 @@ def store(
     if not k.numel():
         return
     if pool.tile_format == TWO_OF_FOUR:
-        pair_pool.store(pool, k, v, sequences, first_tiles, bool(new_order), constrained)
+        if new_order is None:
+            raise ValueError("new_order must be True or False for a pool of two of four")
+        pair_pool.store(pool, k, v, sequences, first_tiles, new_order, constrained)
         return
     kernels = compression_kernels(pool.device)
     k, v = checks.plain(k), checks.plain(v)

@@ -6,6 +6,7 @@ take of them anew. Eager calls with a `Pool` and `Windows` keep that.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -92,14 +93,16 @@ def attend(
     checks.apart(out, q=q, blocks=pool.blocks)
     name = resolve(backend, pool.device)
     rows = q.shape[0] if packed is None else packed.rows
-    if packed is not None and pool.device.type == "cpu":
-        indices = range(rows) if sequences is None else sequences.tolist()
+    checks_held = packed is not None and pool.device.type == "cpu"
+    indices: Sequence[int] = range(rows)
+    if sequences is not None and (checks_held or name == "reference"):
+        indices = sequences.tolist()
+    if packed is not None and checks_held:
         in_windows = [0] * pool.sequences if windows is None else windows.lengths.tolist()
         packed.check_held([int(lengths[index]) + in_windows[index] for index in indices])
     if not out.numel() or not rows:
         return
     if name == "reference":
-        indices = range(rows) if sequences is None else sequences.tolist()
         caches = [_tokens(pool, windows, lengths, index) for index in indices]
         attend_reference(q, caches, scale, causal, out, lse, packed)
         return

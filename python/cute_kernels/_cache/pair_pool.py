@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cute_kernels import rules
 from cute_kernels._cache.page_config import TILE_TOKENS
 from cute_kernels._cache.pool import Pool
 from cute_kernels._runtime import checks
@@ -22,6 +21,7 @@ from cute_kernels._storage import two_of_four
 from cute_kernels._storage.compressor import Cache
 from cute_kernels._storage.storage import TWO_OF_FOUR, Storage
 from cute_kernels._storage.two_of_four import Channels
+from cute_kernels.rules.two_of_four import TwoOfFour, two_of_four_mask
 
 
 @dataclass(frozen=True)
@@ -90,10 +90,10 @@ def store(
 def _lost(x: Tensor, channels: Channels, role: str) -> Tensor:
     """What rule "2of4" loses to magnitude with these channel orders."""
     lost = torch.zeros((), dtype=torch.int64, device=x.device)
-    rule = rules.TwoOfFour()
+    rule = TwoOfFour()
     for row, order in zip(x, channels.order):  # row by row: masks and sorted indices take many times the memory of x
         dense = row[None]
-        mask = rules.two_of_four(dense, order[None, :, : x.shape[3]].long(), role)
+        mask = two_of_four_mask(dense, order[None, :, : x.shape[3]].long(), role)
         of_row = rule.constrained(dense, torch.where(mask, dense, 0), x.shape[3] // 2)
         assert of_row is not None
         lost += of_row

@@ -15,7 +15,7 @@ from cute_kernels._cache.slot_rows import SlotRows
 from cute_kernels._runtime.extension import _C, CODEC_CODES, DTYPE_CODES, ROLE_CODES, TILE_FORMATS, own_codec
 from cute_kernels._runtime.launching import address
 from cute_kernels._storage.steps import ONE_PAIR, rows_before_values
-from cute_kernels._storage.storage import BITMAP
+from cute_kernels._storage.storage import BITMAP, TWO_OF_FOUR
 
 
 class _Tensors:
@@ -44,9 +44,7 @@ class Pool(_Tensors):
     value_channels: Tensor
     page_table: Tensor  # int32 (S, pages of a sequence): page, -1 where there is none
     dropped: Tensor  # int64 (2, 2): of keys and values, tiles that were trimmed and nonzeros that they lost
-    refused: (
-        Tensor  # int64 (2,): nonzeros that the codec cannot store: infinity became its largest number, NaN the least
-    )
+    refused: Tensor  # int64 (2,): nonzeros that the codec cannot store: infinity becomes its largest, NaN its least
     error: Tensor  # int32 (1,): 1 once a tile had no page or a window was full
     dtype: torch.dtype
     head_dim: int
@@ -134,12 +132,14 @@ class Pool(_Tensors):
             (self.key_rows, self.key_codec, self.key_scales),
             (self.value_rows, self.value_codec, self.value_scales),
         ):
-            before = rows_before_values(padded, codec)
-            rows.fill_(before if self.tile_format == BITMAP else _C.format.two_of_four_rows(padded, CODEC_CODES[codec]))
+            before = empty = rows_before_values(padded, codec)
+            if self.tile_format == TWO_OF_FOUR:  # whose tiles have one size, and metadata of as many rows as a bitmap
+                empty = _C.format.two_of_four_rows(padded, CODEC_CODES[codec])
+            rows.fill_(empty)
             if scales is not None:
                 self.blocks[:, first + _C.format.bitmap_rows(padded) : first + before].fill_(ONE_PAIR)
                 scales.fill_(1)
-            first += before
+            first += empty
         for order in (self.token_order, self.key_channels, self.value_channels):
             order.copy_(torch.arange(order.shape[-1], device=self.device))
         self.page_table.fill_(-1)

@@ -13,6 +13,7 @@ from cute_kernels._attention import dense
 from cute_kernels._cache.rows import core_of
 from cute_kernels._runtime.backends import resolve
 from cute_kernels._runtime.extension import SCALED_CODECS
+from cute_kernels._storage.storage import BITMAP
 from cute_kernels.distributed import ShardedKVCache
 from cute_kernels.integrations.transformers import _support
 from cute_kernels.integrations.transformers._attention import ForwardPass, NewTokens, dense_attention
@@ -273,38 +274,12 @@ class SparseLayer(CacheLayerMixin):
         fresh: Tensor | None,
         scaling: float | None,
     ) -> Tensor:
-        """Attention to what is cached and among the new tokens, which are then appended."""
+        """Attention to what is cached and among the new tokens, which are then appended: merged by log-sum-exps where
+        there is a kernel for it, else, sequence by sequence, the model's own attention to a decompressed copy."""
         if fresh is None and kv.batch and isinstance(kv, KVCache) and self._has_prefill_kernel(kv, query):
-            out = self._extend_merged(kv, query, keys, values, scaling)
+            out = self._merged(kv, query, keys, values, scaling)
             kv.append(keys, values)
             return out
-        return self._extend_decompressed(kv, module, query, keys, values, fresh, scaling)
-
-    def _has_prefill_kernel(self, kv: KVCache, query: Tensor) -> bool:
-        """Whether many queries attend to the compressed cache faster than to a decompressed one."""
-        if query.dtype is not kv.dtype or not query.is_cuda or kv.key_codec in SCALED_CODECS:
-            return False
-        return resolve(self.settings.backend, query.device) == "sm90"
-
-    def _extend_merged(self, kv: KVCache, query: Tensor, keys: Tensor, values: Tensor, scaling: float | None) -> Tensor:
-        """Two parts, merged by their log-sum-exps: all that is cached, which every new token sees, and the new ones."""
-        scale = query.shape[3] ** -0.5 if scaling is None else scaling
-        cached = kv.attend(query, scale=scale, causal=False, return_lse=True, backend=self.settings.backend)
-        parts = cached, dense.causal(query, keys, values, scale)
-        outs, lses = zip(*parts, strict=True)
-        return merge_states(outs, lses)[0].transpose(1, 2)
-
-    def _extend_decompressed(
-        self,
-        kv: KVCache | ShardedKVCache,
-        module: nn.Module,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        fresh: Tensor | None,
-        scaling: float | None,
-    ) -> Tensor:
-        """Sequence by sequence: the model's own attention to a decompressed copy of what is cached, and the new."""
         batch, heads, new, head_dim = query.shape
         out = query.new_zeros(batch, new, heads, head_dim)
         if not kv.batch:  # a first pass that is not padded on the left
@@ -325,6 +300,23 @@ class SparseLayer(CacheLayerMixin):
         if fresh is None:
             kv.append(keys.to(kv.dtype), values.to(kv.dtype))
         return out
+
+    def _has_prefill_kernel(self, kv: KVCache, query: Tensor) -> bool:
+        """Whether many queries attend to the compressed cache faster than to a decompressed one."""
+        stored = core_of(kv).config
+        if query.dtype is not kv.dtype or not query.is_cuda or stored.tile_format != BITMAP:
+            return False
+        if stored.key_codec in SCALED_CODECS:
+            return False
+        return resolve(self.settings.backend, query.device) == "sm90"
+
+    def _merged(self, kv: KVCache, query: Tensor, keys: Tensor, values: Tensor, scaling: float | None) -> Tensor:
+        """Two parts, merged by their log-sum-exps: all that is cached, which every new token sees, and the new ones."""
+        scale = query.shape[3] ** -0.5 if scaling is None else scaling
+        cached = kv.attend(query, scale=scale, causal=False, return_lse=True, backend=self.settings.backend)
+        parts = cached, dense.causal(query, keys, values, scale)
+        outs, lses = zip(*parts, strict=True)
+        return merge_states(outs, lses)[0].transpose(1, 2)
 
     # ---- Memory ------------------------------------------------------------------------------------------------------
 
