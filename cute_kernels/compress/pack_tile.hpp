@@ -39,9 +39,9 @@ struct PackStorage : PackScales<HeadDim, kScales> {
   static constexpr bool kCodes = kCodes_;
   using Element = std::conditional_t<kCodes, uint8_t, uint16_t>;
 
-  alignas(16) uint32_t bits[kTileTokens][HeadDim / 32];     // by token and channel position
-  alignas(16) uint8_t channel[HeadDim];                     // by position
-  uint32_t lengths[kWarps][kLanes];                         // of the streams, 16 bits each
+  alignas(16) uint32_t bits[kTileTokens][HeadDim / 32];    // by token and channel position
+  alignas(16) uint8_t channel[HeadDim];                    // by position
+  uint32_t lengths[kWarps][kLanes];                        // of the streams, 16 bits each
   alignas(kRowBytes) Element dense[kTileTokens][HeadDim];  // by token position and channel, see `swizzled`
   alignas(kRowBytes) uint16_t values[][kLanes][kStreams];  // staged value rows
 };
@@ -240,7 +240,6 @@ struct TileVectors {
       }
     });
   }
-
 };
 
 // The dense tile becomes its codes, 16 bits each, kept or not.
