@@ -57,10 +57,10 @@ void channel_scales(DenseView const& x, uint16_t* channel_scale, int64_t* refuse
 // What `select` writes besides for a narrow codec; null pointers: nothing.
 struct TokenScaling {
   format::CodecId codec = format::CodecId::kFp16;
-  uint16_t* channel_scale = nullptr;        // by channel
-  uint16_t* token_scale = nullptr;          // (batch * kv_heads, tiles * 64), by token
-  int64_t* refused = nullptr;               // counts what is kept and the codec cannot store
-  bool chooses_channels = false;            // first writes channel_scale and sets `refused` to 0, by `channel_scales`
+  uint16_t* channel_scale = nullptr;  // by channel
+  uint16_t* token_scale = nullptr;    // (batch * kv_heads, tiles * 64), by token
+  int64_t* refused = nullptr;         // counts what is kept and the codec cannot store
+  bool chooses_channels = false;      // first writes channel_scale and sets `refused` to 0, by `channel_scales`
 };
 
 // masks: what is kept and nonzero, with counts (batch * kv_heads, padded), the nonzeros of every channel; or both null.

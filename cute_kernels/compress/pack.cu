@@ -45,8 +45,8 @@ void pack(DenseView const& x, uint32_t const* masks, uint16_t const* token_scale
     visit_shape(view, [&](auto role, auto head_dim) {
       int staged = staged_rows(head_dim(), keep);
       launch_tiles(pack_kernel<role(), head_dim(), Codec>, view.tiles(), 32 * warps_of(head_dim()),
-                   sizeof(PackStorage<head_dim(), Codec::kHasScales, Codec::kHasScales>) + staged * kRowBytes, stream, "launch of pack", x,
-                   x.has_vectors(), masks, token_scale, totals, capacity, view, staged);
+                   sizeof(PackStorage<head_dim(), Codec::kHasScales, Codec::kHasScales>) + staged * kRowBytes, stream,
+                   "launch of pack", x, x.has_vectors(), masks, token_scale, totals, capacity, view, staged);
     });
   });
 }

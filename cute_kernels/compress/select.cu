@@ -2,11 +2,9 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "cute_kernels/common/device.hpp"
 #include "cute_kernels/common/error.hpp"
 #include "cute_kernels/common/numeric.hpp"
 #include "cute_kernels/compress/select_tile.hpp"
-#include "cute_kernels/pipeline/launch.hpp"
 
 namespace cute_kernels::compress {
 namespace {
@@ -92,7 +90,6 @@ __global__ void __launch_bounds__(32, kResident<Words, kScales>)
     }
     if constexpr (kScales) {
       if (part == 0) {
-        ptx::wait_for_primary();  // channel_scales
         uint16_t const* scales = token_scaling.channel_scale + int64_t{half.head} * 32 * Words;
 #pragma unroll
         for (int w = 0; w < Words; ++w)
@@ -141,14 +138,13 @@ void select(DenseView const& x, int keep, uint32_t* masks, int32_t* counts, void
   int padded = format::padded_head_dim(x.head_dim), heads = x.batch * x.kv_heads;
   if (counts) check_cuda(cudaMemsetAsync(counts, 0, sizeof(int32_t) * heads * padded, stream), "memset of counts");
   if (scaling.chooses_channels) channel_scales(x, scaling.channel_scale, scaling.refused, stream);
-  bool beside = scaling.chooses_channels && current_device().programmatic_launch;  // until it needs the scales
   int64_t tiles = (x.tokens + format::kTileTokens - 1) / format::kTileTokens * heads;
   if (tiles > INT32_MAX / kHalves) throw std::invalid_argument("x: more than 2^30 tiles of 64 tokens");
   LaneScaling of_lanes(scaling.codec, scaling.refused);
   auto launch = [&](auto kernel) {
     unsigned count = static_cast<unsigned>(tiles), grid = std::min(count, resident_ctas(kernel, 32));
-    pipeline::launch_dependent(kernel, grid, 32, 0, beside, stream, x, most_kept(keep), x.has_vectors(), count, masks,
-                               counts, static_cast<uint16_t*>(pruned), scaling, of_lanes);
+    kernel<<<grid, 32, 0, stream>>>(x, most_kept(keep), x.has_vectors(), count, masks, counts,
+                                    static_cast<uint16_t*>(pruned), scaling, of_lanes);
   };
   auto launch_with = [&](auto words, auto is_bfloat16) {
     if (scaling.token_scale)

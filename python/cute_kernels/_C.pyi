@@ -320,7 +320,9 @@ class cuda:
         stream: int,
     ) -> None: ...
     @staticmethod
-    def deal(counts: int, heads: int, head_dim: int, channel_order: int, stream: int) -> None: ...
+    def deal(
+        counts: int, heads: int, head_dim: int, channel_order: int, from_scale: int, to_scale: int, stream: int
+    ) -> None: ...
     @staticmethod
     def offsets(
         longest: int,
