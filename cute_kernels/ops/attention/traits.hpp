@@ -6,6 +6,7 @@
 #pragma once
 
 #include "cute_kernels/mma/warp/traits.hpp"
+#include "cute_kernels/mma/warpgroup/traits.hpp"
 #include "cute_kernels/reduce/policies.hpp"
 #include "cute_kernels/schedule/schedule.hpp"
 
@@ -17,7 +18,8 @@ using format::Role;
 // Uniform calls are those of caches as compress_kv makes them, all of which counts (`Params::uniform`). Kernels that
 // know it do without what pages, lengths and separate token orders need; others do at
 // least without the last (`Params::separate_orders`).
-template <class Stored_, int kHeadDim_, int kN_, bool kUniform_ = false, bool kSeparateOrders_ = !kUniform_>
+template <class Stored_, int kHeadDim_, int kN_, bool kUniform_ = false, bool kSeparateOrders_ = !kUniform_,
+          int kWorkerWarps_ = (kN_ > 16 ? 4 : 2)>
 struct Traits {
   using Stored = Stored_;
   using TileFormat = typename Stored::TileFormat;
@@ -31,7 +33,8 @@ struct Traits {
   static constexpr bool kIsTwoOfFour = std::is_same_v<TileFormat, format::TwoOfFourTile>;
   static constexpr int kRowBlocks = kN / 8;
   static constexpr int kTokens = format::kTileTokens;
-  static constexpr int kWorkerWarps = 2;
+  static constexpr int kWorkerWarps = kWorkerWarps_;
+  static constexpr bool kByWarpgroup = kWorkerWarps == 4;  // products by WGMMA, whose B is in shared memory
   static constexpr int kWorkerThreads = 32 * kWorkerWarps;
 
   static constexpr int kQueryStride = kHeadDim + 8;  // of rows of q in shared memory: in different banks
@@ -55,8 +58,8 @@ struct Traits {
 };
 
 template <class T>
-using UniformTraits = Traits<typename T::Stored, T::kHeadDim, T::kN, true>;
+using UniformTraits = Traits<typename T::Stored, T::kHeadDim, T::kN, true, false, T::kWorkerWarps>;
 template <class T>
-using SharedOrderTraits = Traits<typename T::Stored, T::kHeadDim, T::kN, false, false>;
+using SharedOrderTraits = Traits<typename T::Stored, T::kHeadDim, T::kN, false, false, T::kWorkerWarps>;
 
 }  // namespace cute_kernels::attention
