@@ -5,7 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from profiling.cases import CACHES, DECODE_OPS, DENSE_OPS, EQUAL_BLOCK, PRODUCTS, Block, Load, Shape, usual_keeps
+from profiling.cases import (
+    CACHES,
+    CODECS,
+    DECODE_OPS,
+    DENSE_OPS,
+    EQUAL_BLOCK,
+    PRODUCTS,
+    Block,
+    Load,
+    Shape,
+    usual_keeps,
+)
 
 
 @dataclass(frozen=True)
@@ -112,7 +123,16 @@ def _queries(device: str) -> list[Block]:
     counts = [1 << bits for bits in range(12) if 1 << bits <= most]
     shapes = [Shape(b, 32, 8, s, tokens, 128) for b in ((1, 8) if device == "cuda" else (1,)) for s in counts]
     loads = tuple(Load(s, usual_keeps(128)[0], dtype="bfloat16") for s in shapes)
+    if device == "cuda":
+        loads += (Load(Shape(1, 32, 8, 512, 65536, 128), usual_keeps(128)[0], dtype="bfloat16"),)
     return [Block(("sparse_attention",), loads, best_backend=True)]
+
+
+def _codecs(device: str) -> list[Block]:
+    """Caches of 16-bit values and in every narrow codec, of the headline's shape."""
+    headline = figures(device)[0]
+    loads = tuple(Load(headline, keep, codec=c) for keep in usual_keeps(headline.head_dim) for c in ("", *CODECS))
+    return [Block(("sparse_attention", "compress"), loads, best_backend=True)]
 
 
 SERVING_OPS = ("sparse_attention", "attend")
@@ -144,6 +164,7 @@ SUITES = {
     "tokens": Suite("every operation against the number of tokens", _tokens),
     "short": Suite("small caches: cold and warm, single calls and CUDA graphs", _short),
     "readme": Suite("the figures that the README quotes", _readme),
+    "codecs": Suite("attention and compress in narrow codecs; only if named", _codecs, by_default=False),
     "queries": Suite("attention of 1 to 2048 query tokens, best backend; only if named", _queries, by_default=False),
     "serving": Suite(
         "attention on a grid of batches, tokens and heads, plain and KVCache.attend, best backend; only if named",

@@ -37,7 +37,7 @@ void select(uintptr_t x, Strides const& strides, int batch, int kv_heads, int64_
             int keep, uintptr_t masks, uintptr_t counts, uintptr_t pruned, int codec, uintptr_t channel_scales,
             uintptr_t token_scales, uintptr_t refused, uintptr_t stream) {
   compress::TokenScaling scaling{static_cast<format::CodecId>(codec), to_pointer<uint16_t>(channel_scales),
-                                 to_pointer<uint16_t>(token_scales), to_pointer<int64_t>(refused)};
+                                 to_pointer<uint16_t>(token_scales), to_pointer<int64_t>(refused), channel_scales != 0};
   compress::select(dense_view(x, strides, batch, kv_heads, tokens, head_dim, dtype), keep, to_pointer<uint32_t>(masks),
                    to_pointer<int32_t>(counts), to_pointer<void>(pruned), scaling, stream_of(stream));
 }
@@ -48,9 +48,11 @@ void channel_scales(uintptr_t x, Strides const& strides, int batch, int kv_heads
                            to_pointer<uint16_t>(scales), to_pointer<int64_t>(refused), stream_of(stream));
 }
 
-void deal(uintptr_t counts, int heads, int head_dim, uintptr_t channel_order, uintptr_t stream) {
+void deal(uintptr_t counts, int heads, int head_dim, uintptr_t channel_order, uintptr_t from_scale, uintptr_t to_scale,
+          uintptr_t stream) {
   compress::deal(to_pointer<int32_t>(counts), heads, format::padded_head_dim(head_dim),
-                 to_pointer<uint8_t>(channel_order), stream_of(stream));
+                 to_pointer<uint8_t>(channel_order), to_pointer<uint16_t>(from_scale), to_pointer<uint16_t>(to_scale),
+                 stream_of(stream));
 }
 
 void balance(uintptr_t masks, uintptr_t channel_order, uintptr_t masks2, uintptr_t channel_order2, int batch,
@@ -182,13 +184,14 @@ void bind_cuda(py::module_& m) {
   auto cuda = m.def_submodule("cuda", "GPU backends: device pointers, sizes, the stream");
   cuda.def("select", &select, "x"_a, "strides"_a, "batch"_a, "kv_heads"_a, "tokens"_a, "head_dim"_a, "dtype"_a,
            "keep"_a, "masks"_a, "counts"_a, "pruned"_a, "codec"_a, "channel_scales"_a, "token_scales"_a, "refused"_a,
-           "stream"_a);
+           "stream"_a, "codec, if it has scales: writes those of channels and of tokens, and counts what is refused");
   cuda.def("channel_scales", &channel_scales, "x"_a, "strides"_a, "batch"_a, "kv_heads"_a, "tokens"_a, "head_dim"_a,
            "dtype"_a, "scales"_a, "refused"_a, "stream"_a,
            "bf16 of a narrow codec, by channel, from the first tokens; sets what is refused to 0");
   cuda.def("balance", &balance, "masks"_a, "channel_order"_a, "masks2"_a, "channel_order2"_a, "batch"_a, "kv_heads"_a,
            "tokens"_a, "head_dim"_a, "token_order"_a, "longest"_a, "longest2"_a, "stream"_a);
-  cuda.def("deal", &deal, "counts"_a, "heads"_a, "head_dim"_a, "channel_order"_a, "stream"_a);
+  cuda.def("deal", &deal, "counts"_a, "heads"_a, "head_dim"_a, "channel_order"_a, "from_scale"_a, "to_scale"_a,
+           "stream"_a, "scales of channels: by channel and by position, or 0");
   cuda.def("offsets", &offsets, "longest"_a, "tiles"_a, "counts"_a, "heads"_a, "head_dim"_a, "codec"_a, "row_offsets"_a,
            "totals"_a, "stream"_a);
   cuda.def("pack", &pack, "x"_a, "strides"_a, "masks"_a, "token_scales"_a, "keep"_a, "totals"_a, "capacity"_a, "view"_a,

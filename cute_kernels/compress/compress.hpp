@@ -57,9 +57,10 @@ void channel_scales(DenseView const& x, uint16_t* channel_scale, int64_t* refuse
 // What `select` writes besides for a narrow codec; null pointers: nothing.
 struct TokenScaling {
   format::CodecId codec = format::CodecId::kFp16;
-  uint16_t const* channel_scale = nullptr;  // by channel
+  uint16_t* channel_scale = nullptr;        // by channel
   uint16_t* token_scale = nullptr;          // (batch * kv_heads, tiles * 64), by token
   int64_t* refused = nullptr;               // counts what is kept and the codec cannot store
+  bool chooses_channels = false;            // first writes channel_scale and sets `refused` to 0, by `channel_scales`
 };
 
 // masks: what is kept and nonzero, with counts (batch * kv_heads, padded), the nonzeros of every channel; or both null.
@@ -67,8 +68,10 @@ struct TokenScaling {
 void select(DenseView const& x, int keep, uint32_t* masks, int32_t* counts, void* pruned, TokenScaling const& scaling,
             cudaStream_t stream);
 
-// The channel order (heads, padded): densest channels first, dealt to the classes back and forth.
-void deal(int32_t const* counts, int heads, int padded_head_dim, uint8_t* channel_order, cudaStream_t stream);
+// The channel order (heads, padded): densest channels first, dealt to the classes back and forth. from_scale, to_scale: the
+// scales of channels, by channel and by position, or both null.
+void deal(int32_t const* counts, int heads, int padded_head_dim, uint8_t* channel_order, uint16_t const* from_scale,
+          uint16_t* to_scale, cudaStream_t stream);
 
 // What `balance` reads of one cache, and the longest stream of each of its tiles that it writes.
 struct BalanceOperand {

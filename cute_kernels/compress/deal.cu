@@ -102,8 +102,9 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-void deal(int32_t const* counts, int heads, int padded_head_dim, uint8_t* channel_order, cudaStream_t stream) {
-  deal_kernel<<<heads, padded_head_dim, 0, stream>>>(counts, channel_order, nullptr, nullptr, Destination{},
+void deal(int32_t const* counts, int heads, int padded_head_dim, uint8_t* channel_order, uint16_t const* from_scale,
+          uint16_t* to_scale, cudaStream_t stream) {
+  deal_kernel<<<heads, padded_head_dim, 0, stream>>>(counts, channel_order, from_scale, to_scale, Destination{},
                                                      NewOrder::kAlways);
   check_cuda(cudaGetLastError(), "launch of deal");
 }

@@ -5,12 +5,16 @@
 namespace cute_kernels::compress {
 namespace {
 
+// CTAs of an SM that registers have to suffice for; shared memory fits about as many.
+template <int HeadDim, class Codec>
+constexpr int kResident = Codec::kHasScales && HeadDim == 128 ? 10 : 0;
+
 template <Role kRole, int HeadDim, class Codec>
-__global__ void __launch_bounds__(32 * warps_of(HeadDim))
+__global__ void __launch_bounds__(32 * warps_of(HeadDim), kResident<HeadDim, Codec>)
     pack_kernel(DenseView x, bool vectors, uint32_t const* masks, uint16_t const* token_scale, int64_t const* totals,
                 int64_t capacity, SparseView view, int staged_rows) {
   extern __shared__ __align__(128) uint8_t shared[];
-  auto& s = *reinterpret_cast<PackStorage<HeadDim, Codec::kHasScales>*>(shared);
+  auto& s = *reinterpret_cast<PackStorage<HeadDim, Codec::kHasScales, Codec::kHasScales>*>(shared);
   if (*totals > capacity) return;
   TileLocation tile(view);
   TileSource source;
@@ -27,8 +31,9 @@ __global__ void __launch_bounds__(32 * warps_of(HeadDim))
     source.channel_scale = view.channel_scale + tile.head * HeadDim;
     source.token_scale = token_scale + tile.index * kTileTokens;
   }
-  pack_tile<kRole, HeadDim, Codec>(s, source, tile.block, tile.rows - TileFormat::first_value_row<Codec>(HeadDim),
-                                   staged_rows, NoTrim{}, WholeCta{});
+  pack_tile<kRole, HeadDim, Codec, Codec::kHasScales>(s, source, tile.block,
+                                                      tile.rows - TileFormat::first_value_row<Codec>(HeadDim),
+                                                      staged_rows, NoTrim{}, WholeCta{});
 }
 
 }  // namespace
@@ -40,7 +45,7 @@ void pack(DenseView const& x, uint32_t const* masks, uint16_t const* token_scale
     visit_shape(view, [&](auto role, auto head_dim) {
       int staged = staged_rows(head_dim(), keep);
       launch_tiles(pack_kernel<role(), head_dim(), Codec>, view.tiles(), 32 * warps_of(head_dim()),
-                   sizeof(PackStorage<head_dim(), Codec::kHasScales>) + staged * kRowBytes, stream, "launch of pack", x,
+                   sizeof(PackStorage<head_dim(), Codec::kHasScales, Codec::kHasScales>) + staged * kRowBytes, stream, "launch of pack", x,
                    x.has_vectors(), masks, token_scale, totals, capacity, view, staged);
     });
   });

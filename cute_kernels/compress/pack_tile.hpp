@@ -27,19 +27,23 @@ template <int HeadDim, bool kScales>
 struct PackScales {};
 template <int HeadDim>
 struct PackScales<HeadDim, true> {
-  float per_channel[HeadDim], per_token[kTileTokens];
+  alignas(16) float per_channel[HeadDim];
+  float per_token[kTileTokens];
   uint16_t channel_scale[HeadDim], token_scale[kTileTokens];  // scratch of `append`: by channel, by token
 };
 
-template <int HeadDim, bool kScales = false>
+// kCodes: the dense tile is of codes, a byte each, rather than of values.
+template <int HeadDim, bool kScales = false, bool kCodes_ = false>
 struct PackStorage : PackScales<HeadDim, kScales> {
   static constexpr int kWarps = warps_of(HeadDim);
+  static constexpr bool kCodes = kCodes_;
+  using Element = std::conditional_t<kCodes, uint8_t, uint16_t>;
 
   alignas(16) uint32_t bits[kTileTokens][HeadDim / 32];     // by token and channel position
   alignas(16) uint8_t channel[HeadDim];                     // by position
   uint32_t lengths[kWarps][kLanes];                         // of the streams, 16 bits each
-  alignas(kRowBytes) uint16_t dense[kTileTokens][HeadDim];  // by token position and channel, see `swizzled`
-  alignas(kRowBytes) uint16_t values[][kLanes][kStreams];   // staged value rows
+  alignas(kRowBytes) Element dense[kTileTokens][HeadDim];  // by token position and channel, see `swizzled`
+  alignas(kRowBytes) uint16_t values[][kLanes][kStreams];  // staged value rows
 };
 
 // Where a channel is in a row of the dense tile. Rows start in the same bank, and lanes of different rows often read
@@ -60,6 +64,17 @@ struct TileSource {
   uint16_t const* token_scale = nullptr;    // by token
 };
 
+// Starts to copy what `balance` made.
+template <class Storage>
+__device__ void load_bits(Storage& s, TileSource const& x) {
+  constexpr int kHeadDim = sizeof(s.channel), kThreads = 32 * Storage::kWarps, kBitVectors = sizeof(s.bits) / 16;
+  int thread = threadIdx.x % kThreads;
+  for (int i = thread; i < kBitVectors; i += kThreads)
+    ptx::cp_async_16(cute::cast_smem_ptr_to_uint(&s.bits[0][0] + 4 * i), x.masks + 4 * i, 16);
+  if (thread < kHeadDim / 16)
+    ptx::cp_async_16(cute::cast_smem_ptr_to_uint(s.channel + 16 * thread), x.channel_order + 16 * thread, 16);
+}
+
 template <int HeadDim, bool kScales>
 __device__ void load_tile(PackStorage<HeadDim, kScales>& s, TileSource const& x) {
   constexpr int kThreads = 32 * warps_of(HeadDim), kRowVectors = HeadDim / kVectorValues;
@@ -70,13 +85,7 @@ __device__ void load_tile(PackStorage<HeadDim, kScales>& s, TileSource const& x)
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) token[i] = x.token_order[first_row + i * kRowStep];
 
-  if (x.masks) {
-    constexpr int kBitVectors = sizeof(s.bits) / 16;
-    for (int i = thread; i < kBitVectors; i += kThreads)
-      ptx::cp_async_16(cute::cast_smem_ptr_to_uint(&s.bits[0][0] + 4 * i), x.masks + 4 * i, 16);
-    if (thread < HeadDim / 16)
-      ptx::cp_async_16(cute::cast_smem_ptr_to_uint(s.channel + 16 * thread), x.channel_order + 16 * thread, 16);
-  }
+  if (x.masks) load_bits(s, x);
   cute::cp_async_fence();
   if (!x.vectors) {
     for (int row = 0; row < kTileTokens; ++row)
@@ -98,13 +107,43 @@ __device__ void load_tile(PackStorage<HeadDim, kScales>& s, TileSource const& x)
   cute::cp_async_fence();
 }
 
-// The reciprocals of the scales; and the scales of the tokens where the block has them. When orders have arrived.
-template <int HeadDim>
-__device__ void load_scales(PackStorage<HeadDim, true>& s, TileSource const& x, uint32_t* block) {
-  constexpr int kThreads = 32 * warps_of(HeadDim);
+// As ptx::load_shared_u16_if.
+CUTE_DEVICE void load_shared_u8_if(uint32_t& value, uint32_t address, uint32_t word, uint32_t bits) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      ".reg .b32 t;\n"
+      "and.b32 t, %2, %3;\n"
+      "setp.ne.u32 p, t, 0;\n"
+      "@p ld.shared.u8 %0, [%1];\n"
+      "}"
+      : "+r"(value)
+      : "r"(address), "r"(word), "r"(bits));
+}
+
+// As ptx::floats_to_e4m3, the first in the lowest byte.
+CUTE_DEVICE uint32_t floats_to_four_e4m3(float const (&x)[4]) {
+  uint32_t codes;
+  asm("{\n"
+      ".reg .b16 low, high;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+      "mov.b32 %0, {low, high};\n"
+      "}"
+      : "=r"(codes)
+      : "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]));
+  return codes;
+}
+
+// The reciprocals of the scales; and the scales of the tokens where the block has them. channel_order: has arrived.
+template <class Storage>
+__device__ void load_scales(Storage& s, TileSource const& x, uint8_t const* channel_order, uint32_t* block) {
+  constexpr int kHeadDim = sizeof(s.channel), kThreads = 32 * Storage::kWarps;
   int thread = threadIdx.x % kThreads;
-  for (int p = thread; p < HeadDim; p += kThreads) s.per_channel[s.channel[p]] = 1 / scale_value(x.channel_scale[p]);
-  auto* row = reinterpret_cast<uint16_t*>(block + TileFormat::bitmap_rows(HeadDim) * kLanes);
+#pragma unroll
+  for (int p = thread; p < kHeadDim; p += kThreads)
+    s.per_channel[channel_order[p]] = 1 / scale_value(x.channel_scale[p]);
+  auto* row = reinterpret_cast<uint16_t*>(block + TileFormat::bitmap_rows(kHeadDim) * kLanes);
   for (int p = thread; p < kTileTokens; p += kThreads) {
     uint16_t scale = x.token_scale[x.token_order[p]];
     s.per_token[p] = 1 / scale_value(scale);
@@ -112,14 +151,97 @@ __device__ void load_scales(PackStorage<HeadDim, true>& s, TileSource const& x, 
   }
 }
 
-// Two codes, 16 bits each.
+// Four codes, a byte each.
 template <class Codec>
-__device__ uint32_t encode_pair(float x0, float x1) {
+__device__ uint32_t encode_four(float const (&x)[4]) {
 #if __CUDA_ARCH__ >= 890
-  if constexpr (Codec::kId == CodecId::kFp8) return ptx::permute_bytes(ptx::floats_to_e4m3(x0, x1), 0, 0x4140);
+  if constexpr (Codec::kId == CodecId::kFp8) return floats_to_four_e4m3(x);
 #endif
-  return Codec::encode(x0) | Codec::encode(x1) << 16;
+  uint32_t first = ptx::permute_bytes(Codec::encode(x[0]), Codec::encode(x[1]), 0x0040),
+           second = ptx::permute_bytes(Codec::encode(x[2]), Codec::encode(x[3]), 0x0040);
+  return ptx::permute_bytes(first, second, 0x5410);
 }
+
+// A thread's vectors of a tile, all in the same channels.
+template <class Storage>
+struct TileVectors {
+  static constexpr int kHeadDim = sizeof(Storage::channel), kThreads = 32 * Storage::kWarps;
+  static constexpr int kRowVectors = kHeadDim / kVectorValues, kRowStep = kThreads / kRowVectors;
+  static constexpr int kVectors = kTileTokens / kRowStep;
+  static_assert(kThreads % kRowVectors == 0, "a thread stays in its column of vectors");
+
+  int channel, first_row;
+  uint4 vectors[kVectors];
+
+  __device__ TileVectors() {
+    int thread = threadIdx.x % kThreads;
+    channel = thread % kRowVectors * kVectorValues;
+    first_row = thread / kRowVectors;
+  }
+
+  // Of the dense cache, with zeros for tokens and channels that are not there: those of [kFirst, kLast).
+  template <int kFirst, int kLast>
+  __device__ void load(TileSource const& x) {
+    unsigned token[kVectors];
+#pragma unroll
+    for (int i = kFirst; i < kLast; ++i) token[i] = x.token_order[first_row + i * kRowStep];
+    unsigned tokens = channel < x.head_dim ? x.tokens : 0;  // that these channels have
+    if (x.vectors && tokens == kTileTokens) {
+      unsigned stride = static_cast<unsigned>(x.stride_token * sizeof(uint16_t));
+      auto const* from = reinterpret_cast<uint8_t const*>(x.rows + channel);
+#pragma unroll
+      for (int i = kFirst; i < kLast; ++i)
+        vectors[i] = *reinterpret_cast<uint4 const*>(from + uint64_t{token[i]} * stride);
+      return;
+    }
+#pragma unroll
+    for (int i = kFirst; i < kLast; ++i) {
+      alignas(16) uint16_t values[kVectorValues] = {};
+      uint16_t const* from = x.rows + token[i] * x.stride_token + channel;
+#pragma unroll
+      for (int j = 0; j < kVectorValues; ++j)
+        if (token[i] < tokens) values[j] = from[j];
+      vectors[i] = *reinterpret_cast<uint4 const*>(values);
+    }
+  }
+
+  // Writes their codes to the dense tile.
+  template <class Codec, int kFirst, int kLast>
+  __device__ void encode(Storage& s, DType dtype) const {
+    float per_channel[kVectorValues];
+#pragma unroll
+    for (int i = 0; i < kVectorValues; i += 4)
+      *reinterpret_cast<float4*>(per_channel + i) = *reinterpret_cast<float4 const*>(s.per_channel + channel + i);
+    constexpr int kRowsApart = 2 * kRowStep;  // rows of every other vector, which are swizzled alike
+    static_assert(kRowsApart % kSwizzledRows == 0);
+    uint8_t* target[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      int row = first_row + i * kRowStep;
+      target[i] = &s.dense[row][swizzled(row, channel)];
+    }
+    visit_dtype(dtype, [&](auto type) {
+      using X = decltype(type);
+      if constexpr (sizeof(X) == sizeof(uint16_t)) {
+#pragma unroll
+        for (int i = kFirst; i < kLast; ++i) {
+          float per_token = s.per_token[first_row + i * kRowStep];
+          auto const* x = reinterpret_cast<X const*>(&vectors[i]);
+          uint32_t codes[kVectorValues / 4];
+#pragma unroll
+          for (int j = 0; j < kVectorValues; j += 4) {
+            float scaled[4];
+#pragma unroll
+            for (int l = 0; l < 4; ++l) scaled[l] = scaled_down(float(x[j + l]), per_channel[j + l], per_token);
+            codes[j / 4] = encode_four<Codec>(scaled);
+          }
+          *reinterpret_cast<uint2*>(target[i % 2] + i / 2 * kRowsApart * kHeadDim) = make_uint2(codes[0], codes[1]);
+        }
+      }
+    });
+  }
+
+};
 
 // The dense tile becomes its codes, 16 bits each, kept or not.
 template <class Codec, int HeadDim>
@@ -141,10 +263,13 @@ __device__ void encode_tile(PackStorage<HeadDim, true>& s, DType dtype) {
         auto* codes = reinterpret_cast<uint32_t*>(&codes4);
         float per_token = s.per_token[row];
 #pragma unroll
-        for (int i = 0; i < kVectorValues; i += 2) {
-          float x0 = scaled_down(float(x[i]), per_channel[i], per_token);
-          float x1 = scaled_down(float(x[i + 1]), per_channel[i + 1], per_token);
-          codes[i / 2] = encode_pair<Codec>(x0, x1);
+        for (int i = 0; i < kVectorValues; i += 4) {
+          float scaled[4];
+#pragma unroll
+          for (int j = 0; j < 4; ++j) scaled[j] = scaled_down(float(x[i + j]), per_channel[i + j], per_token);
+          uint32_t four = encode_four<Codec>(scaled);
+          codes[i / 2] = ptx::permute_bytes(four, 0, 0x4140);
+          codes[i / 2 + 1] = ptx::permute_bytes(four, 0, 0x4342);
         }
         vector = codes4;
       }
@@ -154,10 +279,10 @@ __device__ void encode_tile(PackStorage<HeadDim, true>& s, DType dtype) {
 
 // A lane's part of a warp's work: elements [first, first + kElements) of the tile's order. Codec: Fp16Codec for all of 16
 // bits.
-template <Role kRole, int HeadDim, class Codec_>
+template <Role kRole, int HeadDim, class Codec_, bool kCodes = false>
 struct LanePart {
   using Codec = Codec_;
-  using Storage = PackStorage<HeadDim, Codec::kHasScales>;
+  using Storage = PackStorage<HeadDim, Codec::kHasScales, kCodes>;
   static constexpr int kHeadDim = HeadDim;
   static constexpr int kElements = TileFormat::lane_elements(HeadDim) / warps_of(HeadDim);
   static constexpr int kWords = kElements / TileFormat::kWordElements;
@@ -214,6 +339,7 @@ struct LanePart {
 
   // Copies its values, or codes of 16 bits, to the staged rows, those of each stream from its rank on.
   __device__ void stage_values(Storage& s, int lane, uint32_t ranks) {
+    constexpr int kBytes = sizeof(typename Storage::Element);
     uint32_t target[kStreams], row = cute::cast_smem_ptr_to_uint(s.dense[token]);
     uint32_t source[HeadDim][kSwizzledRows];  // of a channel, for rows of one residue
 #pragma unroll
@@ -221,17 +347,20 @@ struct LanePart {
 #pragma unroll
     for (int e = 0; e < kElements; ++e)
       source[channel_offset(e)][token_offset(e) % kSwizzledRows] =
-          row + 2 * swizzled(token + token_offset(e), s.channel[channel + channel_offset(e)]);
+          row + kBytes * swizzled(token + token_offset(e), s.channel[channel + channel_offset(e)]);
 #pragma unroll
     for (int w = 0; w < kWords; ++w) ptx::forget(words[w]);
     uint32_t value[kBatch] = {};
 #pragma unroll
     for (int e0 = 0; e0 < kElements; e0 += kBatch) {
 #pragma unroll
-      for (int e = e0; e < e0 + kBatch; ++e)
-        ptx::load_shared_u16_if(
-            value[e - e0], source[channel_offset(e)][token_offset(e) % kSwizzledRows] + token_offset(e) * HeadDim * 2,
-            words[TileFormat::bitmap_word(e)], 1u << bit(e));
+      for (int e = e0; e < e0 + kBatch; ++e) {
+        uint32_t from = source[channel_offset(e)][token_offset(e) % kSwizzledRows] + token_offset(e) * HeadDim * kBytes;
+        if constexpr (kCodes)
+          load_shared_u8_if(value[e - e0], from, words[TileFormat::bitmap_word(e)], 1u << bit(e));
+        else
+          ptx::load_shared_u16_if(value[e - e0], from, words[TileFormat::bitmap_word(e)], 1u << bit(e));
+      }
 #pragma unroll
       for (int e = e0; e < e0 + kBatch; ++e)
         ptx::append_shared_u16_if(target[TileFormat::stream(e)], value[e - e0], kRowBytes,
@@ -290,44 +419,79 @@ struct NoTrim {
   __device__ void operator()(typename Part::Storage&, Part&, Group const&) const {}
 };
 
-// Loads a tile, writes its bitmap and, with scales, those of its tokens, and makes zeros of staged rows. trim(s, part,
-// group) may take bits off the words.
-template <class Part, int HeadDim, bool kScales, class Trim, class Group>
-__device__ void begin_tile(Part& part, PackStorage<HeadDim, kScales>& s, TileSource const& x, uint32_t* block,
-                           int rows_to_stage, Trim const& trim, Group const& group) {
-  constexpr int kThreads = 32 * warps_of(HeadDim), kRowVectors = kRowBytes / 16;
+// Writes the bitmap of a tile whose bits have arrived. trim(s, part, group) may take bits off the words.
+template <class Part, class Trim, class Group>
+__device__ void write_bitmap(Part& part, typename Part::Storage& s, uint32_t* block, Trim const& trim,
+                             Group const& group) {
+  constexpr int kThreads = 32 * Part::Storage::kWarps;
   int thread = threadIdx.x % kThreads, lane = thread % 32, warp = thread / 32;
+  trim(s, part, group);
+#pragma unroll
+  for (int w = 0; w < part.kWords; ++w) block[(warp * part.kWords + w) * kLanes + lane] = part.words[w];
+  s.lengths[warp][lane] = part.lengths();
+}
+
+template <class Storage>
+__device__ void clear_staged(Storage& s, int rows) {
+  auto* staged = reinterpret_cast<uint4*>(s.values);
+  constexpr int kThreads = 32 * Storage::kWarps;
+  for (int i = threadIdx.x % kThreads; i < rows * kRowBytes / 16; i += kThreads) staged[i] = make_uint4(0, 0, 0, 0);
+}
+
+// Loads a tile, writes its bitmap and, with scales, those of its tokens, and makes zeros of staged rows.
+template <class Part, class Trim, class Group>
+__device__ void begin_tile(Part& part, typename Part::Storage& s, TileSource const& x, uint32_t* block,
+                           int rows_to_stage, Trim const& trim, Group const& group) {
   load_tile(s, x);
   cute::cp_async_wait<1>();
   group.sync();
 
   part.build_words(s);
-  if constexpr (kScales) load_scales(s, x, block);
-  trim(s, part, group);
-#pragma unroll
-  for (int w = 0; w < part.kWords; ++w) block[(warp * part.kWords + w) * kLanes + lane] = part.words[w];
-  s.lengths[warp][lane] = part.lengths();
-  auto* staged = reinterpret_cast<uint4*>(s.values);
-  for (int i = thread; i < rows_to_stage * kRowVectors; i += kThreads) staged[i] = make_uint4(0, 0, 0, 0);
+  if constexpr (Part::Codec::kHasScales) load_scales(s, x, s.channel, block);
+  write_bitmap(part, s, block, trim, group);
+  clear_staged(s, rows_to_stage);
   cute::cp_async_wait<0>();
   group.sync();
 }
 
+// The same with a dense tile of codes, which are made of what global memory has.
+template <class Part, class Group>
+__device__ void begin_tile_of_codes(Part& part, typename Part::Storage& s, TileSource const& x, uint32_t* block,
+                                    int rows_to_stage, Group const& group) {
+  load_bits(s, x);
+  cute::cp_async_fence();
+  using Codec = typename Part::Codec;
+  using Vectors = TileVectors<typename Part::Storage>;
+  constexpr int kAll = Vectors::kVectors, kQuarter = kAll / 4;  // the last one takes the registers of the first
+  Vectors vectors;
+  vectors.template load<0, kAll - kQuarter>(x);
+  load_scales(s, x, x.channel_order, block);
+  clear_staged(s, rows_to_stage);
+  cute::cp_async_wait<0>();
+  group.sync();
+  part.build_words(s);
+  write_bitmap(part, s, block, NoTrim{}, group);
+  vectors.template encode<Codec, 0, kQuarter>(s, x.dtype);
+  vectors.template load<kAll - kQuarter, kAll>(x);
+  vectors.template encode<Codec, kQuarter, kAll>(s, x.dtype);
+  group.sync();
+}
+
 // Where a lane's values begin in its streams, 16 bits each.
-template <int HeadDim, bool kScales>
-__device__ uint32_t first_ranks(PackStorage<HeadDim, kScales> const& s, int lane, int warp) {
+template <class Storage>
+__device__ uint32_t first_ranks(Storage const& s, int lane, int warp) {
   uint32_t ranks = 0;
 #pragma unroll
-  for (int w = 0; w < warps_of(HeadDim) - 1; ++w)
+  for (int w = 0; w < Storage::kWarps - 1; ++w)
     if (w < warp) ranks += s.lengths[w][lane];
   return ranks;
 }
 
 // The values of a tile by way of staged rows, as often as these are filled.
-template <class Part, int HeadDim, bool kScales, class Group>
-__device__ void write_rows(Part& part, PackStorage<HeadDim, kScales>& s, uint32_t* block, int value_rows,
-                           int staged_rows, Group const& group) {
-  constexpr int kThreads = 32 * warps_of(HeadDim), kRowVectors = kRowBytes / 16;
+template <class Part, class Group>
+__device__ void write_rows(Part& part, typename Part::Storage& s, uint32_t* block, int value_rows, int staged_rows,
+                           Group const& group) {
+  constexpr int HeadDim = Part::kHeadDim, kThreads = 32 * Part::Storage::kWarps, kRowVectors = kRowBytes / 16;
   int thread = threadIdx.x % kThreads, lane = thread % 32, warp = thread / 32;
   auto* staged = reinterpret_cast<uint4*>(s.values);
   auto* to = reinterpret_cast<uint4*>(block + TileFormat::first_value_row<typename Part::Codec>(HeadDim) * kLanes);
@@ -368,18 +532,23 @@ __device__ void copy_codes(uint16_t const (*staged)[kLanes][kStreams], uint32_t*
   }
 }
 
-// Packs a tile into `value_rows` rows below those of its bitmap and scales.
-template <Role kRole, int HeadDim, class Codec = Fp16Codec, class Trim, class Group>
-__device__ void pack_tile(PackStorage<HeadDim, Codec::kHasScales>& s, TileSource const& x, uint32_t* block,
+// Packs a tile into `value_rows` rows below those of its bitmap and scales. kCodes: see PackStorage; nothing is trimmed
+// then.
+template <Role kRole, int HeadDim, class Codec = Fp16Codec, bool kCodes = false, class Trim, class Group>
+__device__ void pack_tile(PackStorage<HeadDim, Codec::kHasScales, kCodes>& s, TileSource const& x, uint32_t* block,
                           int value_rows, int staged_rows, Trim const& trim, Group const& group) {
   constexpr int kThreads = 32 * warps_of(HeadDim), kRowVectors = kRowBytes / 16;
   int thread = threadIdx.x % kThreads, lane = thread % 32, warp = thread / 32;
-  LanePart<kRole, HeadDim, Codec> part(lane, warp);
+  LanePart<kRole, HeadDim, Codec, kCodes> part(lane, warp);
   int rows_to_stage = Codec::most_values(value_rows);  // a code takes 16 bits there, too
-  begin_tile(part, s, x, block, min(rows_to_stage, staged_rows), trim, group);
-  if constexpr (Codec::kHasScales) {
-    encode_tile<Codec>(s, x.dtype);
-    group.sync();
+  if constexpr (kCodes) {
+    begin_tile_of_codes(part, s, x, block, min(rows_to_stage, staged_rows), group);
+  } else {
+    begin_tile(part, s, x, block, min(rows_to_stage, staged_rows), trim, group);
+    if constexpr (Codec::kHasScales) {
+      encode_tile<Codec>(s, x.dtype);
+      group.sync();
+    }
   }
   constexpr bool kStages = HeadDim < kMaxHeadDim || !Codec::kHasScales;  // else registers do not suffice
   if (!kStages || rows_to_stage > staged_rows) return write_rows(part, s, block, value_rows, staged_rows, group);

@@ -3,6 +3,7 @@
 
 #include "cute_kernels/common/kernel_attributes.hpp"
 #include "cute_kernels/common/numeric.hpp"
+#include "cute_kernels/common/ptx.hpp"
 #include "cute_kernels/compress/compress.hpp"
 
 namespace cute_kernels::compress {
@@ -17,6 +18,7 @@ template <class X>
 __global__ void __launch_bounds__(kThreads)
     channel_scales_kernel(DenseView x, bool vectors, int padded, uint16_t* channel_scale, int64_t* refused) {
   extern __shared__ __align__(8) uint8_t shared[];
+  ptx::launch_dependents();
   auto* sums = reinterpret_cast<ChannelSum*>(shared);  // (kScaleSums, padded)
   __shared__ uint32_t most;
   int tokens = static_cast<int>(min(x.tokens, int64_t{kScaleTokens})), columns = padded / kVector;
@@ -27,7 +29,7 @@ __global__ void __launch_bounds__(kThreads)
     ChannelSum of_channels[kVector];
     if (channel < x.head_dim) {
       auto const* from = reinterpret_cast<X const*>(x.row(blockIdx.x, 0)) + channel;
-#pragma unroll 4
+#pragma unroll 16  // loads that are on their way together
       for (int t = sum; t < tokens; t += kScaleSums) {
         alignas(16) X values[kVector];
         if (vectors) {

@@ -2,9 +2,11 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "cute_kernels/common/device.hpp"
 #include "cute_kernels/common/error.hpp"
 #include "cute_kernels/common/numeric.hpp"
 #include "cute_kernels/compress/select_tile.hpp"
+#include "cute_kernels/pipeline/launch.hpp"
 
 namespace cute_kernels::compress {
 namespace {
@@ -49,19 +51,19 @@ __device__ void write_pruned(SelectStorage<Words>& s, uint32_t const (&kept)[Wor
 
 // CTAs of an SM, which bounds their registers; shared memory fits about as many.
 template <int Words, bool kScales>
-constexpr int kResident = Words == 2   ? 28
+constexpr int kResident = Words == 2   ? (kScales ? 24 : 28)
                           : Words == 4 ? 20
                           : kScales    ? 8
                                        : 11;
 
 // A CTA takes every gridDim.x-th tile. Rows of its next half tile arrive while it selects: by then this half tile's
-// are in registers. With scales or `pruned`, they are read once more first.
+// are in registers. With scales or `pruned`, they are read once more first, when planes are done with.
 template <int Words, bool kBFloat16, bool kScales>
 __global__ void __launch_bounds__(32, kResident<Words, kScales>)
     select_kernel(DenseView x, int keep, bool vectors, unsigned tiles, uint32_t* masks, int32_t* counts,
                   uint16_t* pruned, TokenScaling token_scaling, LaneScaling scaling) {
   __shared__ SelectStorage<Words> s;
-  __shared__ float per_channel[kScales ? 32 * Words : 1];
+  __shared__ float4 per_channel[kScales ? 8 * Words : 1];
   int lane = threadIdx.x;
   unsigned tiles_per_head = static_cast<unsigned>((x.tokens + format::kTileTokens - 1) / format::kTileTokens);
   unsigned tile = blockIdx.x;
@@ -90,15 +92,19 @@ __global__ void __launch_bounds__(32, kResident<Words, kScales>)
     }
     if constexpr (kScales) {
       if (part == 0) {
+        ptx::wait_for_primary();  // channel_scales
         uint16_t const* scales = token_scaling.channel_scale + int64_t{half.head} * 32 * Words;
 #pragma unroll
-        for (int w = 0; w < Words; ++w) per_channel[32 * w + lane] = 1 / format::scale_value(scales[32 * w + lane]);
-        __syncwarp();
+        for (int w = 0; w < Words; ++w)
+          reinterpret_cast<float*>(per_channel)[32 * w + lane] = 1 / format::scale_value(scales[32 * w + lane]);
       }
-      token_scaling.token_scale[int64_t{tile} * format::kTileTokens + part * kHalfTokens + lane] =
-          scaling.token_scale<kBFloat16>(s, per_channel, planes, kept, lane);
+      uint32_t finite[Words];
+      scaling.keep_finite<kBFloat16>(planes, kept, finite);
+      TokenRow<Words> row(s, lane);
       __syncwarp();
       if (next_tile < tiles) start_half(s, x, next, vectors, lane);
+      token_scaling.token_scale[int64_t{tile} * format::kTileTokens + part * kHalfTokens + lane] =
+          scaling.token_scale<kBFloat16>(row, per_channel, finite);
     }
     if (masks || counts) {
 #pragma unroll
@@ -134,13 +140,15 @@ void select(DenseView const& x, int keep, uint32_t* masks, int32_t* counts, void
             cudaStream_t stream) {
   int padded = format::padded_head_dim(x.head_dim), heads = x.batch * x.kv_heads;
   if (counts) check_cuda(cudaMemsetAsync(counts, 0, sizeof(int32_t) * heads * padded, stream), "memset of counts");
+  if (scaling.chooses_channels) channel_scales(x, scaling.channel_scale, scaling.refused, stream);
+  bool beside = scaling.chooses_channels && current_device().programmatic_launch;  // until it needs the scales
   int64_t tiles = (x.tokens + format::kTileTokens - 1) / format::kTileTokens * heads;
   if (tiles > INT32_MAX / kHalves) throw std::invalid_argument("x: more than 2^30 tiles of 64 tokens");
   LaneScaling of_lanes(scaling.codec, scaling.refused);
   auto launch = [&](auto kernel) {
     unsigned count = static_cast<unsigned>(tiles), grid = std::min(count, resident_ctas(kernel, 32));
-    kernel<<<grid, 32, 0, stream>>>(x, most_kept(keep), x.has_vectors(), count, masks, counts,
-                                    static_cast<uint16_t*>(pruned), scaling, of_lanes);
+    pipeline::launch_dependent(kernel, grid, 32, 0, beside, stream, x, most_kept(keep), x.has_vectors(), count, masks,
+                               counts, static_cast<uint16_t*>(pruned), scaling, of_lanes);
   };
   auto launch_with = [&](auto words, auto is_bfloat16) {
     if (scaling.token_scale)

@@ -127,6 +127,18 @@ __device__ void keep_largest(uint32_t const (&planes)[Words][kMagnitudeBits], in
   }
 }
 
+// A lane's token in registers: the next rows may arrive.
+template <int Words>
+struct TokenRow {
+  static constexpr int kVectors = SelectStorage<Words>::kVectors;
+  uint4 vectors[kVectors];
+
+  __device__ TokenRow(SelectStorage<Words> const& s, int lane) {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) vectors[v] = s.dense[lane][v];
+  }
+};
+
 // What a narrow codec needs besides the masks.
 struct LaneScaling {
   float largest = 0;  // number of the codec
@@ -162,36 +174,44 @@ struct LaneScaling {
     return format::token_scale(most, largest);
   }
 
-  // The same for this lane's token, a row of s, in less time. per_channel: reciprocals of the channels' scales. planes: with NaN
-  // unified.
+  // Of what a token keeps, what is neither infinite nor NaN; counts what the codec cannot store. planes: with NaN unified.
   template <bool kBFloat16, int Words>
-  __device__ uint16_t token_scale(SelectStorage<Words> const& s, float const* per_channel,
-                                  uint32_t const (&planes)[Words][kMagnitudeBits], uint32_t const (&kept)[Words],
-                                  int lane) const {
-    using X = std::conditional_t<kBFloat16, bfloat16_t, half_t>;
+  __device__ void keep_finite(uint32_t const (&planes)[Words][kMagnitudeBits], uint32_t const (&kept)[Words],
+                              uint32_t (&finite)[Words]) const {
     constexpr int kMantissaBits = kBFloat16 ? 7 : 10;
-    float most = 0;
     int not_stored = 0;
 #pragma unroll
     for (int w = 0; w < Words; ++w) {
-      uint32_t special = kept[w];  // infinity or NaN
+      uint32_t special = kept[w];
 #pragma unroll
       for (int p = kMantissaBits; p < kMagnitudeBits; ++p) special &= planes[w][p];
       not_stored += __popc(has_nan ? special & ~planes[w][0] : special);
-      uint32_t finite = kept[w] & ~special;
+      finite[w] = kept[w] & ~special;
+    }
+    count(not_stored);
+  }
+
+  // As token_scale_of_row, in less time. per_channel: in shared memory.
+  template <bool kBFloat16, int Words>
+  __device__ uint16_t token_scale(TokenRow<Words> const& row, float4 const* per_channel,
+                                  uint32_t const (&finite)[Words]) const {
+    using X = std::conditional_t<kBFloat16, bfloat16_t, half_t>;
+    constexpr int kQuad = 4;
+    float most = 0;
 #pragma unroll
-      for (int v = 0; v < 32 / kVectorValues; ++v) {
-        uint4 x4 = s.dense[lane][32 / kVectorValues * w + v];
-        auto const* x = reinterpret_cast<X const*>(&x4);
+    for (int w = 0; w < Words; ++w) {
 #pragma unroll
-        for (int i = 0; i < kVectorValues; ++i) {
-          int bit = kVectorValues * v + i;
-          float ratio = fabsf(float(x[i])) * per_channel[32 * w + bit];
-          if (finite >> bit & 1) most = fmaxf(most, ratio);
+      for (int quad = 0; quad < 32 / kQuad; ++quad) {
+        auto const* x = reinterpret_cast<X const*>(row.vectors) + 32 * w + kQuad * quad;
+        float4 scale = per_channel[32 / kQuad * w + quad];
+        float const per[] = {scale.x, scale.y, scale.z, scale.w};
+#pragma unroll
+        for (int i = 0; i < kQuad; ++i) {
+          float ratio = fabsf(float(x[i])) * per[i];
+          if (finite[w] >> (kQuad * quad + i) & 1) most = fmaxf(most, ratio);
         }
       }
     }
-    count(not_stored);
     return format::token_scale(most, largest);
   }
 

@@ -36,6 +36,7 @@ class Side:
     mesh: Any = None  # DeviceMesh over which sparse caches are spread
     chunk: int | None = None  # tokens of a prompt that a pass takes; None: all
     lookup: int | None = None  # tokens that prompt lookup proposes for a step; None: none
+    codec: str | None = None  # of sparse caches; None: that of the model's dtype
 
     @property
     def sparse(self) -> bool:
@@ -88,6 +89,7 @@ class Side:
                 sparsity=self.sparsity,
                 key_keep=self.key_keep,
                 value_keep=self.value_keep,
+                codec=self.codec,
                 window=self.window,
                 capacity=capacity,
                 mesh=self.mesh,

@@ -76,6 +76,7 @@ class Row:
     turn: int = 0  # tokens of a second prompt, from which on times count: the first is in the cache
     chunk: int = 0  # tokens of a prompt that a pass takes; 0: all
     lookup: int = 0  # tokens that prompt lookup proposes for a step
+    codec: str = ""  # of a sparse cache, if not that of dtype
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -96,6 +97,7 @@ class Row:
             self.turn,
             self.chunk,
             self.lookup,
+            self.codec,
             self.largest,
             None if self.largest else self.batch,
         )
@@ -161,6 +163,7 @@ def table_of(rows: Sequence[Row]) -> list[tuple[str, ...]]:
         "batch": lambda row: f"{row.batch}" + (" (largest)" if row.largest else ""),
         "cache": cache_name,
         "mesh": lambda row: row.mesh,
+        "codec": lambda row: row.codec,
         "kept K, V": lambda row: "" if row.key_keep is None else f"{row.key_keep}, {row.value_keep} of {row.head_dim}",
         "first token, ms": lambda row: f"{row.ttft_ms:.1f}",
         "first token to dense": lambda row: ratio(row, rows, "ttft_ms"),

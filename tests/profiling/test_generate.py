@@ -354,3 +354,13 @@ def test_turns_and_lookup_that_do_not_go(arguments):
     with pytest.raises(SystemExit) as stopped:
         generate.parse(["--device", "cpu", *arguments])
     assert stopped.value.code == 2
+
+
+def test_codecs_of_sparse_caches(tmp_path):
+    arguments = [*SHORT, "--batch", "1", "--codec", "dtype,int4", "--out", str(tmp_path)]
+    assert generate.main(arguments) == 0
+    done = rows.read(tmp_path / "generate.json")
+    assert [(row.side, row.codec) for row in done] == [("dense", ""), ("sparse", ""), ("sparse", "int4")]
+    assert done[2].kv_bytes < done[1].kv_bytes and done[2].key != done[1].key
+    assert "--codec int4" in done[2].command and "--codec" not in done[1].command
+    assert rows.ratio(done[2], done, "tokens_per_s")  # beside the same dense row

@@ -111,13 +111,12 @@ def choose_orders(pool: Pool, k: Tensor, v: Tensor) -> None:
             (checks.plain(k), pool.key_keep, pool.key_channels, pool.key_scales),
             (checks.plain(v), pool.value_keep, pool.value_channels, pool.value_scales),
         ):
-            _, counts = steps.select(kernels, x, keep, stream)
+            _, counts, _ = steps.select(kernels, x, keep, stream)
             counts = counts.view(x.shape[0], *order.shape).sum(0, dtype=torch.int32)
-            steps.deal(kernels, counts, pool.head_dim, order, stream)
+            steps.deal(kernels, counts, pool.head_dim, None, order, None, stream)
             if scales is not None:
                 tokens = x.transpose(0, 1).flatten(1, 2)[None]
-                unused = torch.empty(1, dtype=torch.int64, device=pool.device)
-                by_channel = steps.channel_scales(kernels, tokens, unused, stream).by_channel
+                by_channel = steps.channel_scales(kernels, tokens, stream)
                 scales.copy_(by_channel.gather(1, order.long()))
 
 

@@ -82,18 +82,13 @@ def _plan(kernels: Kernels, caches: list[Cache], totals: Tensor, stream: int) ->
         else:
             assert out.totals is not None
             channel_order, row_offsets, cache_totals = out.channel_order, out.row_offsets, out.totals
-        scales = steps.channel_scales(kernels, cache.x, cache_totals, stream) if cache.codec in SCALED_CODECS else None
-        scaling = None if scales is None else (cache.codec, scales, cache_totals)
-        masks, count = steps.select(kernels, cache.x, cache.kept, stream, scaling)
+        written = cache_totals if cache.codec in SCALED_CODECS else None
+        masks, count, scales = steps.select(kernels, cache.x, cache.kept, stream, cache.codec, written)
         counts.append(count)
-        steps.deal(kernels, count, head_dim, channel_order, stream)
         channel_scale = None
         if scales is not None:
-            by_channel = scales.by_channel.view(channel_order.shape)
-            channel_scale = by_channel.gather(-1, channel_order.long())
-            if out is not None:
-                assert out.channel_scale is not None
-                channel_scale = out.channel_scale.copy_(channel_scale)
+            channel_scale = torch.empty_like(channel_order, dtype=torch.bfloat16) if out is None else out.channel_scale
+        steps.deal(kernels, count, head_dim, scales, channel_order, channel_scale, stream)
         parts.append(_Parts(masks, scales, row_offsets, token_order, channel_order, channel_scale, cache_totals))
     first, second = parts[0], parts[1] if len(parts) > 1 else None
     kernels.module.balance(

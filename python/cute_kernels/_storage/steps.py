@@ -93,62 +93,81 @@ class Scales:
     by_token: Tensor
 
 
-def channel_scales(kernels: Kernels, x: Tensor, totals: Tensor, stream: int) -> Scales:
-    """Scales whose `by_token` is yet to be written, by `select`; on a GPU the last of the totals becomes 0."""
+def _empty_scales(x: Tensor) -> Scales:
     batch, kv_heads, tokens, head_dim = x.shape
     heads = batch * kv_heads
     by_channel = torch.empty(heads, _C.format.padded_head_dim(head_dim), dtype=torch.bfloat16, device=x.device)
     tile_tokens = heads * tiles_per_head(tokens) * _C.format.TILE_TOKENS
-    by_token = torch.empty(tile_tokens, dtype=torch.bfloat16, device=x.device)
+    return Scales(by_channel, torch.empty(tile_tokens, dtype=torch.bfloat16, device=x.device))
+
+
+def channel_scales(kernels: Kernels, x: Tensor, stream: int) -> Tensor:
+    """Those of `Scales.by_channel`."""
+    by_channel = _empty_scales(x[:, :, :0]).by_channel
     operand = address(x), x.stride()[:3], *x.shape, DTYPE_CODES[x.dtype]
-    refused = (address(totals[-1:]),) if kernels.device.type == "cuda" else ()
+    refused = (0,) if kernels.device.type == "cuda" else ()
     kernels.module.channel_scales(*operand, address(by_channel), *refused, stream)
-    return Scales(by_channel, by_token)
+    return by_channel
 
 
 def select(
-    kernels: Kernels, x: Tensor, kept: int, stream: int, scaling: tuple[str, Scales, Tensor] | None = None
-) -> tuple[Tensor, Tensor]:
+    kernels: Kernels, x: Tensor, kept: int, stream: int, codec: str = "", totals: Tensor | None = None
+) -> tuple[Tensor, Tensor, Scales | None]:
     """What is kept and nonzero: masks, scratch for `balance` and `pack`; counts (B * Hkv, Dp) of every channel.
 
-    scaling: a narrow codec, its scales, of which those of the tokens are written, and the totals, of which the last is.
+    totals: for a codec with scales, which are the third result. The last of the totals is written.
     """
     batch, kv_heads, tokens, head_dim = x.shape
     padded = _C.format.padded_head_dim(head_dim)
     heads, tile_words = batch * kv_heads, _C.format.TILE_TOKENS * padded // 32
     masks = torch.empty(heads * tiles_per_head(tokens) * tile_words, dtype=torch.int32, device=x.device)
     counts = torch.empty(heads, padded, dtype=torch.int32, device=x.device)
+    scales = None if totals is None else _empty_scales(x)
     operand = address(x), x.stride()[:3], *x.shape, DTYPE_CODES[x.dtype]
     if kernels.device.type == "cuda":
         of_scales = _no_scales(kernels)
-        if scaling is not None:
-            codec, scales, totals = scaling
+        if scales is not None and totals is not None:
             by_channel, by_token = address(scales.by_channel), address(scales.by_token)
             of_scales = CODEC_CODES[codec], by_channel, by_token, address(totals[-1:])
         kernels.module.select(*operand, kept, address(masks), address(counts), 0, *of_scales, stream)
-        return masks, counts
+        return masks, counts, scales
     kernels.module.select(*operand, kept, address(masks), address(counts), 0, stream)
-    if scaling is not None:
-        codec, scales, totals = scaling
-        addresses = address(scales.by_channel), address(scales.by_token)
-        totals[-1] = kernels.module.token_scales(*operand, address(masks), CODEC_CODES[codec], *addresses, stream)
-    return masks, counts
+    if scales is not None and totals is not None:
+        by_channel, by_token = address(scales.by_channel), address(scales.by_token)
+        kernels.module.channel_scales(*operand, by_channel, stream)
+        scaling = CODEC_CODES[codec], by_channel, by_token
+        totals[-1] = kernels.module.token_scales(*operand, address(masks), *scaling, stream)
+    return masks, counts, scales
 
 
-def deal(kernels: Kernels, counts: Tensor, head_dim: int, channel_order: Tensor, stream: int) -> None:
+def deal(
+    kernels: Kernels,
+    counts: Tensor,
+    head_dim: int,
+    scales: Scales | None,
+    channel_order: Tensor,
+    channel_scale: Tensor | None,
+    stream: int,
+) -> None:
     """Channel order: channels, densest first, dealt to the classes (position mod 8), back and forth.
 
     A channel's class decides which value streams it adds to: dealing by density makes the streams about equally long.
+    channel_scale, where there are scales: those of channels in that order.
     """
     heads, channels = counts.shape
     if kernels.device.type == "cuda":
-        kernels.module.deal(address(counts), heads, head_dim, address(channel_order), stream)
+        from_scale = 0 if scales is None else address(scales.by_channel)
+        to_scale = 0 if channel_scale is None else address(channel_scale)
+        kernels.module.deal(address(counts), heads, head_dim, address(channel_order), from_scale, to_scale, stream)
         return
     classes = _C.format.CLASSES
     densest_first = counts.argsort(dim=1, descending=True, stable=True).to(torch.uint8)
     rounds = densest_first.view(heads, channels // (2 * classes), 2, classes)
     back_and_forth = torch.stack([rounds[:, :, 0], rounds[:, :, 1].flip(-1)], dim=2)
     channel_order.copy_(back_and_forth.view(channel_order.shape))
+    if scales is not None and channel_scale is not None:
+        by_channel = scales.by_channel.view(channel_order.shape)
+        torch.gather(by_channel, -1, channel_order.long(), out=channel_scale)
 
 
 def offsets(

@@ -66,12 +66,11 @@ def choose_channels(kernels: Kernels, cache: Cache, promised: bool, scale_tokens
     if not cache.tiles:
         return Channels(order, torch.ones_like(order, dtype=torch.bfloat16) if codec in SCALED_CODECS else None)
     if cache.role == "key" and not promised:
-        _, counts = steps.select(kernels, x, head_dim // 2, stream)
+        _, counts, _ = steps.select(kernels, x, head_dim // 2, stream)
         order[..., :head_dim] = dealt_apart(counts.view(order.shape)[..., :head_dim])
     if codec not in SCALED_CODECS:
         return Channels(order, None)
-    unused = torch.empty(1, dtype=torch.int64, device=x.device)
-    by_channel = steps.channel_scales(kernels, x[:, :, :scale_tokens], unused, stream).by_channel
+    by_channel = steps.channel_scales(kernels, x[:, :, :scale_tokens], stream)
     return Channels(order, by_channel.view(order.shape).gather(-1, order.long()))
 
 
