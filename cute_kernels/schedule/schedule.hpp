@@ -218,19 +218,23 @@ class Schedule {
   CtaSplits* splits_;
   int* tile_ends_;  // (batch + 1): KV tiles of one work tile of every row before; then the partition
 
-  // Kernels of many rows lack the predicates to hold on to it.
+  // Kernels of many rows lack the predicates to hold on to these: they look them up.
+  static constexpr bool kLooksUp = Policy::kRows > 16;
   CUTE_HOST_DEVICE static bool looked_up(bool parameter) {
+    uint32_t value = parameter;
 #if defined(__CUDA_ARCH__)
-    if constexpr (Policy::kRows > 16) {
-      uint32_t value = parameter;
-      ptx::forget(value);
-      return value;
-    }
+    ptx::forget(value);
 #endif
-    return parameter;
+    return value;
   }
-  CUTE_HOST_DEVICE bool by_work_tile() const { return looked_up(params_.by_work_tile); }
-  CUTE_HOST_DEVICE bool variable_length() const { return !Policy::kUniform && looked_up(params_.variable_length); }
+  CUTE_HOST_DEVICE bool variable_length() const {
+    if constexpr (kLooksUp && !Policy::kUniform) return looked_up(params_.variable_length);
+    return !Policy::kUniform && params_.variable_length;
+  }
+  CUTE_HOST_DEVICE bool by_work_tile() const {
+    if constexpr (kLooksUp) return looked_up(params_.by_work_tile);
+    return params_.by_work_tile;
+  }
   // Whether the whole schedule is partitioned on the device.
   CUTE_HOST_DEVICE bool partitions_rows() const { return variable_length() && !by_work_tile(); }
 
