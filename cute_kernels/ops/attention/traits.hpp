@@ -2,7 +2,9 @@
 //
 // A worker is a few warps that share whole tiles of keys, then of values: each takes its part of the tile's rows, so
 // tokens of keys and channels of values, and they exchange P in between. With one warp a tile every SM's warps would be
-// at work with their last tiles for longer.
+// at work with their last tiles for longer. Of more than 16 query rows it is a warpgroup, each of whose warps takes a
+// quarter (mma/quarter_tile.hpp) and which multiplies by WGMMA: B fragments in registers would be too many, and mma.sync
+// would read them from shared memory once a warp.
 #pragma once
 
 #include "cute_kernels/mma/warp/traits.hpp"
@@ -18,8 +20,7 @@ using format::Role;
 // Uniform calls are those of caches as compress_kv makes them, all of which counts (`Params::uniform`). Kernels that
 // know it do without what pages, lengths and separate token orders need; others do at
 // least without the last (`Params::separate_orders`).
-template <class Stored_, int kHeadDim_, int kN_, bool kUniform_ = false, bool kSeparateOrders_ = !kUniform_,
-          int kWorkerWarps_ = (kN_ > 16 ? 4 : 2)>
+template <class Stored_, int kHeadDim_, int kN_, bool kUniform_ = false, bool kSeparateOrders_ = !kUniform_>
 struct Traits {
   using Stored = Stored_;
   using TileFormat = typename Stored::TileFormat;
@@ -33,8 +34,8 @@ struct Traits {
   static constexpr bool kIsTwoOfFour = std::is_same_v<TileFormat, format::TwoOfFourTile>;
   static constexpr int kRowBlocks = kN / 8;
   static constexpr int kTokens = format::kTileTokens;
-  static constexpr int kWorkerWarps = kWorkerWarps_;
-  static constexpr bool kByWarpgroup = kWorkerWarps == 4;  // products by WGMMA, whose B is in shared memory
+  static constexpr bool kByWarpgroup = kN > 16;  // products by WGMMA, whose B lies in shared memory
+  static constexpr int kWorkerWarps = kByWarpgroup ? 4 : 2;
   static constexpr int kWorkerThreads = 32 * kWorkerWarps;
 
   static constexpr int kQueryStride = kHeadDim + 8;  // of rows of q in shared memory: in different banks
@@ -58,8 +59,8 @@ struct Traits {
 };
 
 template <class T>
-using UniformTraits = Traits<typename T::Stored, T::kHeadDim, T::kN, true, false, T::kWorkerWarps>;
+using UniformTraits = Traits<typename T::Stored, T::kHeadDim, T::kN, true>;
 template <class T>
-using SharedOrderTraits = Traits<typename T::Stored, T::kHeadDim, T::kN, false, false, T::kWorkerWarps>;
+using SharedOrderTraits = Traits<typename T::Stored, T::kHeadDim, T::kN, false, false>;
 
 }  // namespace cute_kernels::attention
