@@ -35,7 +35,9 @@ def test_causality_of_few_query_rows(backend, offset, head_dim, rng):
     groups, queries = rng.choice([(1, rng.randint(17, 32)), (4, rng.randint(5, 8)), (3, rng.randint(6, 10))])
     arguments = {"groups": groups, "queries": queries, "head_dim": head_dim, "dtype": rng.choice(oracle.DTYPES)}
     check(backend, batch=2, tokens=128 + offset, **arguments)
-    check(backend, batch=2, tokens=64 + offset, window=rng.randint(1, 70), causal=rng.choice([True, False]), **arguments)
+    check(
+        backend, batch=2, tokens=64 + offset, window=rng.randint(1, 70), causal=rng.choice([True, False]), **arguments
+    )
     check(backend, batch=3, tokens=500, seq_lens=[offset, 0, 500], window=rng.choice([None, 33]), **arguments)
 
 
