@@ -176,7 +176,8 @@ void run(attention::Problem const& problem, Workspace const& workspace, std::str
       // The prefill kernel decodes 16-bit values under a bitmap.
       bool has_decoder =
           !format::has_scales(problem.keys.codec) && problem.keys.tile_format == format::TileFormatId::kBitmap;
-      if (has_decoder && rows > most_decoding_rows(problem.keys.padded_head_dim)) {
+      bool separate_orders = problem.keys.token_order != problem.values.token_order;
+      if (has_decoder && rows > most_decoding_rows(problem.keys.padded_head_dim, separate_orders)) {
         if (tuning.stages_ahead > 0)
           throw std::runtime_error("no stages ahead can be chosen for " + std::to_string(rows) +
                                    " query rows a KV head, which the prefill kernel takes");

@@ -8,13 +8,17 @@
 #include "cute_kernels/common/device.hpp"
 #include "cute_kernels/dispatch/vectors.hpp"
 #include "cute_kernels/dispatch/workspace.hpp"
+#include "cute_kernels/ops/attention/launch.hpp"
 #include "cute_kernels/ops/attention/prefill/launch.hpp"
 #include "cute_kernels/reduce/merge_states.hpp"
 
 namespace cute_kernels::dispatch {
 
 // Query rows of a KV head up to which the decoding kernels are faster, as measured.
-constexpr int most_decoding_rows(int padded_head_dim) { return padded_head_dim == 256 ? 8 : 16; }
+constexpr int most_decoding_rows(int padded_head_dim, bool separate_orders) {
+  int by_warpgroup = separate_orders ? 0 : attention::max_warpgroup_rows(padded_head_dim);
+  return std::max(attention::max_rows(padded_head_dim), by_warpgroup);
+}
 
 // Into how many splits a KV head's tokens are cut, such that the CTAs of all work tiles fill the SMs: the last of them
 // to end does so soonest. A CTA costs kTilesOfCta KV tiles beside its own; splits are merged by a kernel, which costs

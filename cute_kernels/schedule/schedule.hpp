@@ -13,6 +13,7 @@
 // the whole schedule or, by work tile, of its own work tiles alone.
 #pragma once
 
+#include "cute_kernels/common/ptx.hpp"
 #include "cute_kernels/schedule/cost.hpp"
 #include "cute_kernels/schedule/params.hpp"
 
@@ -150,18 +151,18 @@ class Schedule {
   // Of a KV tile of the worker's split.
   CUTE_DEVICE WorkTile work_tile_of_worker(int worker, int tile) const {
     if constexpr (!Policy::kUniform) {
-      if (params_.by_work_tile) return splits_->of_worker[worker].work_tile;
+      if (by_work_tile()) return splits_->of_worker[worker].work_tile;
     }
     return work_tile_with(tile);
   }
 
   // What a warp of a worker looked up last, unless Policy::kUniform: looked up again at little cost.
   CUTE_DEVICE void keep_work_tile(int warp, WorkTile const& work_tile) const {
-    if (!params_.by_work_tile && threadIdx.x % 32 == 0) splits_->of_warp[warp] = work_tile;
+    if (!by_work_tile() && threadIdx.x % 32 == 0) splits_->of_warp[warp] = work_tile;
     __syncwarp();
   }
   CUTE_DEVICE WorkTile kept_work_tile(int worker, int warp) const {
-    return params_.by_work_tile ? splits_->of_worker[worker].work_tile : splits_->of_warp[warp];
+    return by_work_tile() ? splits_->of_worker[worker].work_tile : splits_->of_warp[warp];
   }
 
   // KV tiles of any of the CTA's splits at most.
@@ -217,9 +218,25 @@ class Schedule {
   CtaSplits* splits_;
   int* tile_ends_;  // (batch + 1): KV tiles of one work tile of every row before; then the partition
 
-  CUTE_HOST_DEVICE bool variable_length() const { return !Policy::kUniform && params_.variable_length; }
+  // Kernels of many rows lack the predicates to hold on to these: they look them up.
+  static constexpr bool kLooksUp = Policy::kRows > 16;
+  CUTE_HOST_DEVICE static bool looked_up(bool parameter) {
+    uint32_t value = parameter;
+#if defined(__CUDA_ARCH__)
+    ptx::forget(value);
+#endif
+    return value;
+  }
+  CUTE_HOST_DEVICE bool variable_length() const {
+    if constexpr (kLooksUp && !Policy::kUniform) return looked_up(params_.variable_length);
+    return !Policy::kUniform && params_.variable_length;
+  }
+  CUTE_HOST_DEVICE bool by_work_tile() const {
+    if constexpr (kLooksUp) return looked_up(params_.by_work_tile);
+    return params_.by_work_tile;
+  }
   // Whether the whole schedule is partitioned on the device.
-  CUTE_HOST_DEVICE bool partitions_rows() const { return variable_length() && !params_.by_work_tile; }
+  CUTE_HOST_DEVICE bool partitions_rows() const { return variable_length() && !by_work_tile(); }
 
   CUTE_HOST_DEVICE Partition partition() const {
     if (variable_length()) return *variable_partition();

@@ -7,6 +7,7 @@
   serialize (its notes C75xx).
 * What copies in bulk takes p of sparse_av by tensor copies (UTMALDG).
 * What multiplies tiles of exactly two of four, attention too, does so by sparse tensor cores (HMMA.SP.16832).
+* Attention of more than 16 rows multiplies as sparse_*_warpgroups do.
 * prefill_kernel copies in bulk and multiplies with WGMMAs of 64 x N x 16, which ptxas did not serialize.
 """
 
@@ -23,6 +24,7 @@ KINDS = ("kernel", "warps", "warpgroups")
 PREFILL = re.compile(r"(?:\w+::)*prefill_kernel(?:<|$)")
 PREFILL_HGMMA_SHAPE = re.compile(r"HGMMA\.64x\d+x16\..*")
 HGMMA_SHAPE = re.compile(r"HGMMA\.64x\d+x16\..*\.RS")
+WARPGROUP_ATTENTION = re.compile(r"(?:\w+::)*attention_kernel<Traits<\w+,\d+,32\b")
 
 
 def is_product(kernel: Kernel) -> bool:
@@ -62,6 +64,8 @@ def _broken(kernel: Kernel) -> list[str]:
         lines += _broken_product(kernel)
     elif is_two_of_four(kernel):
         lines += _broken_mma(kernel)
+    if WARPGROUP_ATTENTION.match(kernel.name):
+        lines += _broken_wgmma(kernel)
     if PREFILL.match(kernel.name):
         lines += _broken_prefill(kernel)
     return lines

@@ -11,7 +11,7 @@ from tests.support import oracle
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
-@pytest.mark.parametrize("rows", [17, 64, 65, 128, 129, 193, 256, 257, 385, 700])
+@pytest.mark.parametrize("rows", [9, 16, 17, 25, 32, 33, 64, 65, 128, 129, 193, 256, 257, 385, 700])
 def test_blocks_of_query_rows(backend, rows, head_dim, rng):
     """Around the ends of a warpgroup's rows, of a CTA's and of a cluster's, with one and with several query heads."""
     arguments = {"head_dim": head_dim, "dtype": rng.choice(oracle.DTYPES), "keep": head_dim // 3}
@@ -26,6 +26,19 @@ def test_causality_at_every_offset_in_a_tile(backend, offset, rng):
     queries = rng.randint(60, 90)
     check(backend, batch=1, kv_heads=1, queries=queries, tokens=128 + offset + rng.choice([0, 1, 2]), head_dim=64)
     check(backend, batch=1, kv_heads=1, queries=queries, tokens=128 + offset, window=rng.randint(1, 70), head_dim=64)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("offset", range(0, 64, 7))
+def test_causality_of_few_query_rows(backend, offset, head_dim, rng):
+    """17 to 32 rows a KV head, with windows, lengths and rows that see nothing."""
+    groups, queries = rng.choice([(1, rng.randint(17, 32)), (4, rng.randint(5, 8)), (3, rng.randint(6, 10))])
+    arguments = {"groups": groups, "queries": queries, "head_dim": head_dim, "dtype": rng.choice(oracle.DTYPES)}
+    check(backend, batch=2, tokens=128 + offset, **arguments)
+    check(
+        backend, batch=2, tokens=64 + offset, window=rng.randint(1, 70), causal=rng.choice([True, False]), **arguments
+    )
+    check(backend, batch=3, tokens=500, seq_lens=[offset, 0, 500], window=rng.choice([None, 33]), **arguments)
 
 
 def test_more_queries_than_tokens(backend, rng):
@@ -55,7 +68,7 @@ def test_splits_and_lengths(backend, num_splits, rng):
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("queries", [30, 200])
+@pytest.mark.parametrize("queries", [4, 7, 30, 200])
 def test_keys_and_values_with_token_orders_of_their_own(backend, queries, head_dim, rng):
     """Compressed one without the other."""
     dtype = rng.choice(oracle.DTYPES)
@@ -73,7 +86,7 @@ def test_keys_and_values_with_token_orders_of_their_own(backend, queries, head_d
         compare(out, lse, *oracle.attention(q, *pruned, head_dim**-0.5, None, counted, True), dtype)
 
 
-@pytest.mark.parametrize("queries", [40, 300])
+@pytest.mark.parametrize("queries", [4, 7, 40, 300])
 @pytest.mark.parametrize("special", [float("nan"), float("inf")])
 def test_tokens_beyond_the_length_do_not_count(backend, special, queries, rng):
     """Within the last tile that counts, and in tiles behind it."""
@@ -87,22 +100,23 @@ def test_tokens_beyond_the_length_do_not_count(backend, special, queries, rng):
     check(backend, seq_lens=[70, 100], window=5, causal=False, **arguments)
 
 
-def test_a_query_row_of_nan_stays_alone(backend, rng):
+@pytest.mark.parametrize("queries", [4, 8, 80])
+def test_a_query_row_of_nan_stays_alone(backend, queries, rng):
     k = oracle.gaussian(1, 1, 300, 128).to(backend.device)
     keys, values = ck.compress_kv(k, k, keep=38)
-    q = oracle.gaussian(1, 4, 80, 128).to(backend.device)
+    q, row = oracle.gaussian(1, 4, queries, 128).to(backend.device), queries // 3
     clean = ck.sparse_attention(q, keys, values, backend=backend.name)
-    q[0, 1, 33] = float("nan")
+    q[0, 1, row] = float("nan")
     poisoned = ck.sparse_attention(q, keys, values, backend=backend.name)
-    assert poisoned[0, 1, 33].isnan().all()
-    poisoned[0, 1, 33] = clean[0, 1, 33]
+    assert poisoned[0, 1, row].isnan().all()
+    poisoned[0, 1, row] = clean[0, 1, row]
     if backend.name.startswith("sm"):
         assert oracle.same_bits(poisoned, clean)
     else:
         torch.testing.assert_close(poisoned, clean)
 
 
-@pytest.mark.parametrize("queries", [30, 300])
+@pytest.mark.parametrize("queries", [8, 30, 300])
 def test_unaligned_queries(backend, queries, rng):
     """Rows of q that begin at odd elements give what aligned ones give."""
     k = oracle.gaussian(2, 2, 200, 80).to(backend.device)

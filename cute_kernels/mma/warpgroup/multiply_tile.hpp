@@ -35,4 +35,20 @@ CUTE_DEVICE void multiply_step(int step, FragmentA const& tCrA /* (MMA,1,ATOMS) 
   warpgroup_commit_batch();
 }
 
+// tCrC += tile * B, or of keys = tile * B. `block`: the tile's block in shared memory. used(): all loads from it are done.
+template <class Traits, class FragmentB, class FragmentC, class Used>
+CUTE_DEVICE void multiply_tile_by_warpgroup(uint32_t block, int warp, FragmentB const& tCrB /* (MMA,MMA_N,MMA_K) */,
+                                            FragmentC&& tCrC /* ((2,2,N/8),MMA_M,MMA_N) */, Used&& used) {
+  typename Traits::Quarter quarter(block, warp);
+  CUTE_UNROLL
+  for (int step = 0; step < Traits::kSteps; ++step) {
+    Tensor tCrA = decode_step<Traits>(quarter, step);
+    multiply_step<Traits>(step, tCrA, tCrB, tCrC);
+    if (step + 1 == Traits::kSteps) used();
+    warpgroup_wait<0>();
+    warpgroup_fence_operand(tCrA);  // its registers have been read only now
+  }
+  warpgroup_fence_operand(tCrC);
+}
+
 }  // namespace cute_kernels::mma

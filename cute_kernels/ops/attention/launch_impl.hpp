@@ -13,7 +13,10 @@ template <int kHeadDim, class Codecs, int kMaxRows, class F>
 auto visit_traits(format::CodecId codec, int n, F&& f) {
   return mma::visit_stored_operand<Codecs>(codec, [&](auto stored) {
     using Stored = decltype(stored);
-    if constexpr (kMaxRows == 16) {
+    if constexpr (kMaxRows >= 32) {
+      if (n == 32) return f(Traits<Stored, kHeadDim, 32>{});
+    }
+    if constexpr (kMaxRows >= 16) {
       if (n == 16) return f(Traits<Stored, kHeadDim, 16>{});
     }
     return f(Traits<Stored, kHeadDim, 8>{});

@@ -15,7 +15,8 @@ template <class Traits>
 CUTE_DEVICE void stage_queries(Params const& params, schedule::WorkTile const& work_tile, Worker<Traits> const& worker,
                                SharedP<Traits>& shared_p) {
   using Element = typename Traits::Element;
-  constexpr int kLanes = 4 * Traits::kWorkerWarps, kVectors = Traits::kHeadDim / 8 / kLanes;  // of a row; of a lane
+  constexpr int kLanes = 4 * Traits::kWorkerWarps, kRowVectors = Traits::kHeadDim / 8;  // of a row
+  constexpr int kVectors = cute::max(1, kRowVectors / kLanes);                          // of a lane
   int lane = threadIdx.x % 32, first_vector = worker.part * 4 + lane % 4, head_dim = params.keys.head_dim;
   int before = 0;  // where the row's first token of those that all rows have would lie
   if constexpr (!Traits::kUniform) {
@@ -30,6 +31,7 @@ CUTE_DEVICE void stage_queries(Params const& params, schedule::WorkTile const& w
                        (int64_t{work_tile.kv_head} * params.group + head) * params.q_strides[1] +
                        max(0, before + token) * params.q_strides[2];
     if (head_dim == Traits::kHeadDim && reinterpret_cast<uintptr_t>(from) % 16 == 0) {
+      if (kRowVectors < kLanes && first_vector >= kRowVectors) continue;
       uint4 vectors[kVectors];
       CUTE_UNROLL
       for (int i = 0; i < kVectors; ++i) vectors[i] = reinterpret_cast<uint4 const*>(from)[first_vector + i * kLanes];
@@ -45,13 +47,12 @@ CUTE_DEVICE void stage_queries(Params const& params, schedule::WorkTile const& w
   worker.sync();
 }
 
-// As B fragments, channels in the order of the compressed keys. With all of the worker's warps, when none reads the
-// staged queries any longer: they are put into the order of columns where they are.
-template <class Traits, class Fragment>
-CUTE_DEVICE void load_queries(Worker<Traits> const& worker, SharedP<Traits>& shared_p, uint8_t const* channel_order,
-                              Fragment& tCrB /* ((2,2),MMA_N,MMA_K) */) {
-  CUTE_STATIC_ASSERT_V((shape<0>(tCrB) == Shape<_2, _2>{}));  // two neighbouring columns, then 8 further on
-  constexpr int kPairs = Traits::kHeadDim / 2;                // of neighbouring columns
+// Puts the staged queries into the order of the compressed keys' columns, where they are. With all of the worker's
+// warps, when none reads them as they were any longer. pair_at(row, column): where two neighbouring columns go.
+template <class Traits, class PairAt>
+CUTE_DEVICE void order_queries(Worker<Traits> const& worker, SharedP<Traits>& shared_p, uint8_t const* channel_order,
+                               PairAt&& pair_at) {
+  constexpr int kPairs = Traits::kHeadDim / 2;  // of neighbouring columns
   constexpr int kThreads = Traits::kWorkerThreads, kOwnPairs = cute::max(1, kPairs / kThreads);
   constexpr int kRowStep = cute::max(1, kThreads / kPairs), kOwnRows = Traits::kN / kRowStep;
   int thread = threadIdx.x % kThreads, first_row = thread / kPairs;
@@ -73,10 +74,20 @@ CUTE_DEVICE void load_queries(Worker<Traits> const& worker, SharedP<Traits>& sha
   for (int i = 0; i < kOwnPairs; ++i) {
     CUTE_UNROLL
     for (int n = 0; n < kOwnRows; ++n)
-      reinterpret_cast<uint32_t*>(shared_p.query(first_row + n * kRowStep))[thread % kPairs + i * kThreads] =
-          pairs[i][n];
+      pair_at(first_row + n * kRowStep, 2 * (thread % kPairs + i * kThreads)) = pairs[i][n];
   }
+  if constexpr (Traits::kByWarpgroup) shared_p.publish();
   worker.sync();
+}
+
+// As B fragments.
+template <class Traits, class Fragment>
+CUTE_DEVICE void load_queries(Worker<Traits> const& worker, SharedP<Traits>& shared_p, uint8_t const* channel_order,
+                              Fragment& tCrB /* ((2,2),MMA_N,MMA_K) */) {
+  CUTE_STATIC_ASSERT_V((shape<0>(tCrB) == Shape<_2, _2>{}));  // two neighbouring columns, then 8 further on
+  order_queries(worker, shared_p, channel_order, [&](int row, int column) -> uint32_t& {
+    return reinterpret_cast<uint32_t*>(shared_p.query(row))[column / 2];
+  });
   // Matrices of 8 rows and 8 columns, four at a time.
   int lane = threadIdx.x % 32;
   Tensor words = recast<uint32_t>(tCrB);  // ((1,2),MMA_N,MMA_K)

@@ -2,17 +2,35 @@
 #pragma once
 
 #include "cute_kernels/mma/warp/multiply_tile.hpp"
+#include "cute_kernels/mma/warpgroup/multiply_tile.hpp"
 #include "cute_kernels/ops/attention/load_queries.hpp"
 #include "cute_kernels/ops/attention/mask.hpp"
 #include "cute_kernels/ops/attention/online_softmax.hpp"
+#include "cute_kernels/ops/attention/warpgroup_operands.hpp"
 #include "cute_kernels/ops/attention/window.hpp"
 #include "cute_kernels/ops/attention/zero_masked_values.hpp"
 
 namespace cute_kernels::attention {
 
+// A warp's accumulators: kBlocks blocks of 16 rows.
+template <class Traits, int kBlocks>
+CUTE_DEVICE auto make_accumulators() {   // ((2,2),kBlocks,N/8)
+  if constexpr (Traits::kByWarpgroup) {  // in the order of WGMMA's
+    return make_tensor<float>(Layout<Shape<Shape<_2, _2>, Int<kBlocks>, Int<Traits::kRowBlocks>>,
+                                     Stride<Stride<_1, _2>, Int<4 * Traits::kRowBlocks>, _4>>{});
+  } else {
+    return partition_fragment_C(typename Traits::TiledMma{}, Shape<Int<16 * kBlocks>, Int<Traits::kN>>{});
+  }
+}
+// The same as WGMMA takes them.
+template <class Fragment>
+CUTE_DEVICE auto as_warpgroup_accumulators(Fragment& tCrC /* ((2,2),MMA_M,N/8) */) {  // ((2,2,N/8),MMA_M,1)
+  return make_tensor(tCrC.data(), make_layout(make_shape(make_shape(_2{}, _2{}, size<2>(tCrC)), size<1>(tCrC), _1{})));
+}
+
 template <class Traits>
 CUTE_DEVICE auto make_logits() {  // (MMA,own MMA_M,MMA_N)
-  return partition_fragment_C(typename Traits::TiledMma{}, Shape<Int<16 * Traits::kOwnTokenBlocks>, Int<Traits::kN>>{});
+  return make_accumulators<Traits, Traits::kOwnTokenBlocks>();
 }
 
 // Element: of the window.
@@ -90,6 +108,17 @@ CUTE_DEVICE ScaledValues<Traits> value_scales(Stage const& keys, TokenOrders con
   return {mma::LaneScales<Traits::kOwnTokenBlocks>(keys.value_scales, part * Traits::kOwnTokenBlocks)};
 }
 
+// sB: Q or P. used(): all loads from the stage are done.
+template <class WarpgroupTraits, class Traits, class TensorB, class FragmentC, class Used>
+CUTE_DEVICE void multiply_by_warpgroup(Stage const& stage, Worker<Traits> const& worker,
+                                       TensorB const& sB /* (BLK_N,BLK_K) */,
+                                       FragmentC& tCrC /* ((2,2),own MMA_M,N/8) */, Used&& used) {
+  auto thr_mma = typename WarpgroupTraits::TiledMma{}.get_slice(threadIdx.x % mma::kWarpgroupThreads);
+  Tensor tCrB = thr_mma.make_fragment_B(thr_mma.partition_B(sB));  // (MMA,MMA_N,MMA_K)
+  mma::multiply_tile_by_warpgroup<WarpgroupTraits>(cast_smem_ptr_to_uint(stage.block), worker.part, tCrB,
+                                                   as_warpgroup_accumulators(tCrC), used);
+}
+
 // All KV tiles of a worker's split. `pipeline` loads two stages a KV tile, keys then values. Stores the worker's
 // partial of every work tile.
 template <class Traits, class Pipeline>
@@ -102,9 +131,10 @@ CUTE_DEVICE void attend(Params const& params, typename Traits::Schedule const& s
     return make_tensor<Element>(
         shape(thr_mma.partition_B(make_identity_tensor(Shape<Int<Traits::kN>, decltype(tokens_or_channels)>{}))));
   };
-  Tensor tCrQ = make_operand(Int<Traits::kHeadDim>{});  // (MMA,MMA_N,MMA_K)
+  Tensor tCrQ = make_operand(Int<Traits::kHeadDim>{});  // (MMA,MMA_N,MMA_K); with a warpgroup not used
   [[maybe_unused]] float row_scale[OnlineSoftmax<Traits>::kRows];
-  Tensor tCrP = make_operand(Int<Traits::kTokens>{});  // (MMA,MMA_N,MMA_K)
+  // (MMA,MMA_N,MMA_K); with a warpgroup of window tiles alone
+  Tensor tCrP = make_operand(Int<Traits::kByWarpgroup ? schedule::kWindowTileTokens : Traits::kTokens>{});
   auto partial_of = [&](schedule::WorkTile const& work_tile) {
     int split = blockIdx.x * params.schedule.workers + worker.index;
     return reduce::partial<typename Traits::Partial>(params.output, split, work_tile.index);
@@ -136,8 +166,7 @@ CUTE_DEVICE void attend(Params const& params, typename Traits::Schedule const& s
     int end = min(work_tile.tiles.end, split.end), tokens = work_tile.tokens;
     int window_end = tokens > 0 ? min(work_tile.window_end(), end) : end;
     softmax.reset();
-    Tensor tCrO = partition_fragment_C(
-        TiledMma{}, Shape<Int<16 * Traits::kOwnChannelBlocks>, Int<Traits::kN>>{});  // (MMA,own MMA_M,MMA_N)
+    Tensor tCrO = make_accumulators<Traits, Traits::kOwnChannelBlocks>();  // (MMA,own MMA_M,MMA_N)
     clear(tCrO);
 
     ptx::prefetch(channel_order(params.keys, work_tile));
@@ -150,7 +179,7 @@ CUTE_DEVICE void attend(Params const& params, typename Traits::Schedule const& s
     stage_queries(params, work_tile, worker, shared_p);
 
     // With D 256 the window needs the registers: the work tile is looked up again rather than held.
-    constexpr bool kHoldsWorkTile = Traits::kHeadDim < format::kMaxHeadDim;
+    constexpr bool kHoldsWorkTile = Traits::kHeadDim < format::kMaxHeadDim && Traits::kN == 8;
     bool has_window = tile < window_end;
     CUTE_NO_UNROLL
     for (; tile < window_end; ++tile)
@@ -166,32 +195,50 @@ CUTE_DEVICE void attend(Params const& params, typename Traits::Schedule const& s
                           channel_scale(params.keys, work_tile), tCrQ, row_scale);
       CUTE_UNROLL
       for (float& scale : row_scale) scale *= params.scale_log2;
+    } else if constexpr (Traits::kByWarpgroup) {
+      order_queries(worker, shared_p, channel_order(params.keys, work_tile), [&](int row, int column) -> uint32_t& {
+        return *reinterpret_cast<uint32_t*>(&shared_p.queries()(row, column));
+      });
     } else {
       load_queries(worker, shared_p, channel_order(params.keys, work_tile), tCrQ);
     }
     int first_compressed = work_tile.window_end(), seen_by_all = Mask(params, work_tile).seen_by_all();
-    auto limits = Mask(params, work_tile).template limits<Traits>(false);
+    // Of many rows they take too many registers: looked up where they are needed.
+    constexpr bool kHoldsLimits = Traits::kN == 8;
+    cute::array<int, kHoldsLimits ? 2 * Traits::kRowBlocks : 0> limits;
+    if constexpr (kHoldsLimits) limits = Mask(params, work_tile).template limits<Traits>(false);
     CUTE_NO_UNROLL
     for (; tile < end; ++tile) {
       int first_token = (tile - first_compressed) * format::kTileTokens;
       Tensor tCrS = make_logits<Traits>();
       Stage keys = pipeline.next();
-      clear(tCrS);
-      mma::multiply_tile_part<typename Traits::Keys, Traits::kWorkerWarps>(cast_smem_ptr_to_uint(keys.block),
-                                                                           worker.part, tCrQ, tCrS);
+      if constexpr (Traits::kByWarpgroup) {
+        multiply_by_warpgroup<typename SharedP<Traits>::Keys>(keys, worker, shared_p.queries(), tCrS, [] {});
+      } else {
+        clear(tCrS);
+        mma::multiply_tile_part<typename Traits::Keys, Traits::kWorkerWarps>(cast_smem_ptr_to_uint(keys.block),
+                                                                             worker.part, tCrQ, tCrS);
+      }
       if constexpr (Traits::kHasScales)
         softmax.scale(tCrS, key_scales<Traits>(keys, worker.part), row_scale);
       else
         softmax.scale(tCrS, params.scale_log2);
       if (first_token + format::kTileTokens > seen_by_all) {
         ptx::keep_branch();
-        Mask::apply<Traits>(tCrS, worker.part, limits,
-                            [&](int position) { return first_token + keys.token_order[position]; });
+        auto token_at = [&](int position) { return first_token + keys.token_order[position]; };
+        if constexpr (!kHoldsLimits)
+          Mask::apply<Traits>(tCrS, worker.part, Mask(params, same_work_tile(tile)).template limits<Traits>(false),
+                              token_at);
+        else
+          Mask::apply<Traits>(tCrS, worker.part, limits, token_at);
       }
       bool separate_orders = Traits::kSeparateOrders && params.separate_orders;
+      [[maybe_unused]] int buffer = 0;
       TokenOrders orders = separate_orders ? TokenOrders{keys.token_order, keys.value_order} : TokenOrders{};
       if constexpr (Traits::kHasScales)
         softmax.step(tCrS, orders, tCrP, tCrO, value_scales<Traits>(keys, orders, worker.part, shared_p));
+      else if constexpr (Traits::kByWarpgroup)
+        buffer = softmax.template store<Element>(tCrS, orders, tCrO);
       else
         softmax.step(tCrS, orders, tCrP, tCrO);
       pipeline.release(!separate_orders);
@@ -199,9 +246,14 @@ CUTE_DEVICE void attend(Params const& params, typename Traits::Schedule const& s
       Stage values = pipeline.next();
       bool zero_masked = !Traits::kUniform && params.zero_masked && first_token + format::kTileTokens > tokens;
       if (zero_masked) zero_masked_values<Traits>(worker, values, tokens - first_token);
-      mma::multiply_tile_part<typename Traits::Values, Traits::kWorkerWarps>(cast_smem_ptr_to_uint(values.block),
-                                                                             worker.part, tCrP, tCrO);
-      pipeline.release();
+      if constexpr (Traits::kByWarpgroup) {
+        multiply_by_warpgroup<typename SharedP<Traits>::Values>(values, worker, shared_p.p()(_, _, buffer), tCrO,
+                                                                [&] { pipeline.release(true); });
+      } else {
+        mma::multiply_tile_part<typename Traits::Values, Traits::kWorkerWarps>(cast_smem_ptr_to_uint(values.block),
+                                                                               worker.part, tCrP, tCrO);
+        pipeline.release();
+      }
     }
     softmax.finish();
     work_tile = same_work_tile(tile - 1);

@@ -35,6 +35,33 @@ struct ScaledValues {
   CUTE_DEVICE float scaled(float p, int m, int j) const { return p * scales.of[m][j]; }
 };
 
+// An exponent above its row's threshold raises row_max: any until one has been seen.
+template <int kRows>
+struct ThresholdOfEachRow {
+  float of_row[kRows];
+
+  CUTE_DEVICE void reset(int i) { of_row[i] = -INFINITY; }
+  CUTE_DEVICE void see(int i) { of_row[i] = kRescaleThreshold; }
+  CUTE_DEVICE float operator[](int i) const { return of_row[i]; }
+  // Above it an exponent is looked at more closely.
+  CUTE_DEVICE float lowest(int i) const { return of_row[i]; }
+};
+// The same in one register, which takes longer for all rows until each has seen one.
+template <int kRows>
+struct ThresholdOfAllRows {
+  static constexpr uint32_t kAll = (1u << kRows) - 1;
+  uint32_t seen = 0;  // a bit a row
+
+  CUTE_DEVICE void reset(int i) { seen &= ~(1u << i); }
+  CUTE_DEVICE void see(int i) { seen |= 1u << i; }
+  CUTE_DEVICE float operator[](int i) const {
+    uint32_t bit = seen >> i & 1;
+    ptx::forget(bit);  // or all bits become predicates at once
+    return bit ? kRescaleThreshold : -INFINITY;
+  }
+  CUTE_DEVICE float lowest(int) const { return seen == kAll ? kRescaleThreshold : -INFINITY; }
+};
+
 template <class Traits>
 class OnlineSoftmax {
  public:
@@ -47,7 +74,7 @@ class OnlineSoftmax {
 
   CUTE_DEVICE void reset() {
     CUTE_UNROLL
-    for (int i = 0; i < kRows; ++i) threshold_[i] = -INFINITY, row_max_[i] = row_sum_[i] = 0;
+    for (int i = 0; i < kRows; ++i) threshold_.reset(i), row_max_[i] = row_sum_[i] = 0;
   }
 
   // The exponents of P in place of this warp's part of a tile's logits. scale_log2: the scale times log2 e.
@@ -73,7 +100,13 @@ class OnlineSoftmax {
   CUTE_DEVICE void step(FragmentS& tCrS /* ((2,2),own MMA_M,MMA_N) */, TokenOrders const& orders,
                         FragmentP& tCrP /* ((2,2),MMA_N,MMA_K) */, FragmentO& tCrO /* ((2,2),own MMA_M,MMA_N) */,
                         Values const& values = {}) {
-    using P = typename FragmentP::value_type;
+    shared_p_.load(store<typename FragmentP::value_type>(tCrS, orders, tCrO, values), orders, tCrP);
+  }
+
+  // The same, but P stays in shared memory. Returns which of its buffers has it. Element: of P.
+  template <class P, class FragmentS, class FragmentO, class Values = UnscaledValues>
+  CUTE_DEVICE int store(FragmentS& tCrS /* ((2,2),own MMA_M,MMA_N) */, TokenOrders const& orders,
+                        FragmentO& tCrO /* ((2,2),own MMA_M,MMA_N) */, Values const& values = {}) {
     float sum[kRows];
     if (worker_.sync_any(store_p<P>(tCrS, orders, values, sum))) {
       rescale(tCrS, values, tCrO);
@@ -82,8 +115,8 @@ class OnlineSoftmax {
     }
     CUTE_UNROLL
     for (int i = 0; i < kRows; ++i) row_sum_[i] += sum[i];
-    shared_p_.load(buffer_, orders, tCrP);
     buffer_ ^= 1;
+    return buffer_ ^ 1;
   }
 
   // Sums over all lanes and warps.
@@ -105,9 +138,10 @@ class OnlineSoftmax {
   Worker<Traits> const& worker_;
   SharedP<Traits>& shared_p_;
   int buffer_ = 0;
-  // Of rows 8 n + 2 (lane % 4) + {0, 1}. An exponent above the threshold, which is -infinity until one has been seen,
-  // raises row_max; sums are of this lane's tokens.
-  float row_max_[kRows], threshold_[kRows], row_sum_[kRows];
+  // Of rows 8 n + 2 (lane % 4) + {0, 1}; sums are of this lane's tokens.
+  float row_max_[kRows];
+  std::conditional_t<Traits::kByWarpgroup, ThresholdOfAllRows<kRows>, ThresholdOfEachRow<kRows>> threshold_;
+  float row_sum_[kRows];
 
   template <class FragmentS, class F>
   CUTE_DEVICE static void for_logits(FragmentS& tCrS, int row, F&& f) {
@@ -126,7 +160,8 @@ class OnlineSoftmax {
     bool rises = false;
     if constexpr (!Values::kScaled) {
       CUTE_UNROLL
-      for (int i = 0; i < kRows; ++i) for_logits(tCrS, i, [&](float s, int, int) { rises |= s > threshold_[i]; });
+      for (int i = 0; i < kRows; ++i)
+        for_logits(tCrS, i, [&](float s, int, int) { rises |= s > threshold_.lowest(i); });
     }
     Tensor tCrP = make_tensor<Element>(
         Shape<Shape<_2, _2>, Int<Traits::kRowBlocks>, Int<Traits::kOwnTokenBlocks>>{});  // ((2,2),MMA_N,own MMA_K)
@@ -178,8 +213,9 @@ class OnlineSoftmax {
     CUTE_UNROLL
     for (int i = 0; i < kRows; ++i) {
       float rise = reduce::finite_max(largest[i]);
+      if constexpr (Traits::kByWarpgroup) rise = largest[i] > threshold_[i] ? largest[i] : 0;
       float factor = ptx::exp2_approximate(-fmaxf(rise, 0));  // the first may be below 0, where there is no sum yet
-      if (largest[i] > -INFINITY) threshold_[i] = kRescaleThreshold;
+      if (largest[i] > -INFINITY) threshold_.see(i);
       row_max_[i] += rise;
       for_logits(tCrS, i, [&](float& s, int, int) { s -= rise; });
       row_sum_[i] *= factor;

@@ -2,10 +2,13 @@
 //
 // A worker is a few warps that share whole tiles of keys, then of values: each takes its part of the tile's rows, so
 // tokens of keys and channels of values, and they exchange P in between. With one warp a tile every SM's warps would be
-// at work with their last tiles for longer.
+// at work with their last tiles for longer. Of more than 16 query rows it is a warpgroup, each of whose warps takes a
+// quarter (mma/quarter_tile.hpp) and which multiplies by WGMMA: B fragments in registers would be too many, and mma.sync
+// would read them from shared memory once a warp.
 #pragma once
 
 #include "cute_kernels/mma/warp/traits.hpp"
+#include "cute_kernels/mma/warpgroup/traits.hpp"
 #include "cute_kernels/reduce/policies.hpp"
 #include "cute_kernels/schedule/schedule.hpp"
 
@@ -31,7 +34,8 @@ struct Traits {
   static constexpr bool kIsTwoOfFour = std::is_same_v<TileFormat, format::TwoOfFourTile>;
   static constexpr int kRowBlocks = kN / 8;
   static constexpr int kTokens = format::kTileTokens;
-  static constexpr int kWorkerWarps = 2;
+  static constexpr bool kByWarpgroup = kN > 16;  // products by WGMMA, whose B lies in shared memory
+  static constexpr int kWorkerWarps = kByWarpgroup ? 4 : 2;
   static constexpr int kWorkerThreads = 32 * kWorkerWarps;
 
   static constexpr int kQueryStride = kHeadDim + 8;  // of rows of q in shared memory: in different banks

@@ -17,7 +17,8 @@ namespace cute_kernels::attention {
 template <class Traits, class Element>
 class WindowTile {
  public:
-  static_assert(schedule::kWindowTileTokens == 16 * Traits::kWorkerWarps);
+  static constexpr int kTokenBlocks = schedule::kWindowTileTokens / 16;  // the first warps take one each
+  static_assert(kTokenBlocks <= Traits::kWorkerWarps);
 
   // The `index`-th tile of a work tile's window.
   CUTE_DEVICE WindowTile(Params const& params, schedule::WorkTile const& work_tile, int index,
@@ -33,7 +34,8 @@ class WindowTile {
   // At a position of the tile, counted from the window's first.
   CUTE_DEVICE int token(int position) const {
     constexpr int kPart = 16 * Traits::kOwnTokenBlocks, kMasked = INT32_MAX;
-    return position % kPart < 16 ? first_token_ + position / kPart * 16 + position % kPart : kMasked;
+    bool exists = position % kPart < 16 && (kTokenBlocks == Traits::kWorkerWarps || position < kTokenBlocks * kPart);
+    return exists ? first_token_ + position / kPart * 16 + position % kPart : kMasked;
   }
 
   // Unless producers have: fills the stage of the keys or of the values, with all warps of the worker.
@@ -71,7 +73,8 @@ class WindowTile {
       CUTE_UNROLL
       for (int i = 0; i < 2; ++i) {
         a[i] = make_uint4(0, 0, 0, 0);
-        if (row + 8 * i < tokens_ && channel < stride_)
+        if ((kTokenBlocks == Traits::kWorkerWarps || part_ < kTokenBlocks) && row + 8 * i < tokens_ &&
+            channel < stride_)
           a[i] = *reinterpret_cast<uint4 const*>(keys + (row + 8 * i) * stride_ + channel);
       }
       Tensor tCrA = make_tensor<Element>(Shape<Shape<_2, _2, _2>, _2>{});  // (MMA,blocks of 16 channels)
@@ -98,7 +101,7 @@ class WindowTile {
     CUTE_UNROLL
     for (int m = 0; m < Traits::kOwnChannelBlocks; m += kBlocks) {
       CUTE_UNROLL
-      for (int k = 0; k < Traits::kWorkerWarps; ++k) {
+      for (int k = 0; k < kTokenBlocks; ++k) {
         ptx::compiler_fence();  // or more loads come first than registers suffice for
         Tensor tCrA = make_tensor<Element>(Shape<Shape<_2, _2, _2>, Int<kBlocks>>{});  // (MMA,MMA_M)
         Tensor words = recast<uint32_t>(tCrA);                                         // pairs of tokens
@@ -111,7 +114,7 @@ class WindowTile {
           for (int i = 0; i < kMatrices; ++i) words(i % 2 + 2 * pair, i / 2) = pairs[i];
         }
         CUTE_UNROLL
-        for (int i = 0; i < kBlocks; ++i) {
+        for (int i = 0; i < cute::min(kBlocks, Traits::kOwnChannelBlocks); ++i) {
           CUTE_UNROLL
           for (int n = 0; n < Traits::kRowBlocks; ++n)
             cute::gemm(mma, tCrA(_, i), tCrP(_, n, k * Traits::kOwnTokenBlocks), tCrO(_, m + i, n));

@@ -34,8 +34,9 @@ struct ScalesByToken<Traits, true> {
   uint16_t scale_of_token[Traits::kWorkerWarps][Traits::kTokens];
 };
 
-// One for a worker. Two buffers of P: a warp may be a tile ahead of the other until their next barrier.
-template <class Traits>
+// One for a worker. Two buffers of P: a warp may be a tile ahead of the other until their next barrier. Of a warpgroup:
+// warpgroup_operands.hpp.
+template <class Traits, bool kByWarpgroup = Traits::kByWarpgroup>
 class SharedP : private ScalesByToken<Traits, Traits::kHasScales && Traits::kSeparateOrders> {
  public:
   // This warp's part of P, as B fragments.

@@ -23,10 +23,9 @@ struct ClusterShape {
   CUTE_DEVICE int first_work_tile() const { return ctas.div(blockIdx.x) * work_tiles; }
 
   // Every `step`-th split of a work tile, counted through the CTAs of the cluster: calls use(load(partial)) with what
-  // its CTA has at `first`, for that CTA's first split, or `stride` further on for the next. Some loads at a time.
-  template <class T, class Load, class Use>
+  // its CTA has at `first`, for that CTA's first split, or `stride` further on for the next. kAtOnce loads at a time.
+  template <int kAtOnce, class T, class Load, class Use>
   CUTE_DEVICE void for_splits(int begin, int step, T* first, int stride, Load&& load, Use&& use) const {
-    constexpr int kAtOnce = 4;
     int end = splits * ctas.divisor;
     CUTE_NO_UNROLL
     for (int i = begin; i < end; i += kAtOnce * step) {

@@ -13,11 +13,15 @@ using pipeline::kMaxThreads;
 using pipeline::kWarpgroupThreads;
 using pipeline::kWarpgroupWarps;
 
-// By the registers that the compiler needs; with three the kernel of D 256 spills.
+// By the registers that the compiler needs; with three those of D 256 and of narrow codecs spill.
 template <class Traits>
-inline constexpr int kMaxWarpgroups = Traits::kRegisters <= 104 ? 4 : 2;
+inline constexpr int kMaxWarpgroups = Traits::kRegisters <= 104               ? 4
+                                      : Traits::kN > 8 && !Traits::kHasScales ? 3
+                                                                              : 2;
 template <class Traits>
-inline constexpr int kProducerRegisters = kMaxWarpgroups<Traits> == 4 ? 56 : 88;
+inline constexpr int kProducerRegisters = kMaxWarpgroups<Traits> == 4                              ? 56
+                                          : kMaxWarpgroups<Traits> == 3 && Traits::kHeadDim == 128 ? 72
+                                                                                                   : 88;
 
 template <class Traits>
 struct Storage {
@@ -72,10 +76,22 @@ class WorkerPipeline {
   int worker_, empty_iterations_;
 };
 
+// Aligned as what lies in it needs: WGMMA's swizzled operands repeat every 1024 bytes.
+template <class Traits>
+CUTE_DEVICE uint8_t* dynamic_shared() {
+  if constexpr (Traits::kByWarpgroup) {
+    extern __shared__ __align__(1024) uint8_t swizzled[];
+    return swizzled;
+  } else {
+    extern __shared__ __align__(128) uint8_t shared[];
+    return shared;
+  }
+}
+
 template <class Traits>
 __global__ void __launch_bounds__(kMaxThreads<kMaxWarpgroups<Traits>>, 1)
     attention_kernel(CUTE_GRID_CONSTANT RingParams const params) {
-  extern __shared__ __align__(128) uint8_t shared[];
+  uint8_t* shared = dynamic_shared<Traits>();
   ptx::wait_for_primary();
   using Combine = reduce::ClusterCombine<reduce::LogSumExp, typename Traits::OutputShape, typename Traits::Element,
                                          typename Traits::SchedulePolicy>;
@@ -104,9 +120,10 @@ __global__ void __launch_bounds__(kMaxThreads<kMaxWarpgroups<Traits>>, 1)
         if (!params.schedule.in_cluster) return pipeline.pass_empty_iterations();
         Combine combine(params.schedule, params.output, params.cluster, schedule);
         combine.arrive();
-        auto first = combine.first_destination();
-        combine.write(reinterpret_cast<typename Traits::Partial*>(ring.data),
-                      Traits::kWorkerThreads * params.schedule.workers, first, [&] { pipeline.sync_workers(); });
+        int threads = Traits::kWorkerThreads * params.schedule.workers;
+        auto first = combine.first_destinations(threads);
+        combine.write(reinterpret_cast<typename Traits::Partial*>(ring.data), threads, first,
+                      [&] { pipeline.sync_workers(); });
       });
 }
 

@@ -6,8 +6,12 @@
 
 namespace cute_kernels::attention::sm90 {
 
+// Warpgroups multiply bits as they are stored, whose tokens have one order.
 template <int kHeadDim, class Codecs>
-inline constexpr int kMaxRows = mma::kAreTwoOfFour<Codecs> ? 8 : max_rows(kHeadDim);
+inline constexpr int kMaxRows =
+    mma::kAreTwoOfFour<Codecs>                                          ? 8
+    : !mma::kHaveFewKernels<Codecs> && max_warpgroup_rows(kHeadDim) > 0 ? max_warpgroup_rows(kHeadDim)
+                                                                        : max_rows(kHeadDim);
 
 template <int kHeadDim, class Codecs>
 pipeline::KernelLimits limits(format::CodecId codec, int n) {
@@ -33,7 +37,7 @@ void launch(Params const& params, pipeline::Config const& config, cudaStream_t s
   visit_traits<kHeadDim, Codecs, kMaxRows<kHeadDim, Codecs>>(params.keys.codec, config.n, [&](auto traits) {
     using T = decltype(traits);
     // Tiles of exactly two of four all have the order of memory.
-    using Other = std::conditional_t<mma::kAreTwoOfFour<Codecs>, SharedOrderTraits<T>, T>;
+    using Other = std::conditional_t<mma::kAreTwoOfFour<Codecs> || T::kByWarpgroup, SharedOrderTraits<T>, T>;
     auto* kernel = params.uniform ? attention_kernel<UniformTraits<T>> : attention_kernel<Other>;
     if constexpr (!mma::kHaveFewKernels<Codecs>) {  // which have fewer kernels
       if (!params.uniform && !params.separate_orders) kernel = attention_kernel<SharedOrderTraits<T>>;
