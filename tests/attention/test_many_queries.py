@@ -141,3 +141,16 @@ def test_dense_tiles(backend, rng):
     """Nothing pruned: blocks as long as they get."""
     check(backend, batch=1, groups=4, queries=100, tokens=200, head_dim=128, keep=None)
     check(backend, batch=1, groups=4, queries=40, tokens=200, head_dim=256, keep=None)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("queries", [20, 150])
+def test_maxima_that_rise_from_tile_to_tile(backend, queries, head_dim, rng):
+    """Every tile's logits are larger than those before, by a little or by far, with negative scales too."""
+
+    def poison(k, *_):
+        k *= torch.linspace(0.1, rng.choice([2, 8, 40]), k.shape[2]).to(k.dtype)[:, None]
+
+    for scale in (None, -(head_dim**-0.5)):
+        arguments = {"scale": scale, "head_dim": head_dim, "dtype": rng.choice(oracle.DTYPES), "keep": head_dim // 3}
+        check(backend, batch=1, groups=4, queries=queries, tokens=1100, causal=False, poison=poison, **arguments)

@@ -35,6 +35,7 @@ class Consumer {
 
  private:
   static constexpr float kLog2E = 1.44269504088896f;
+  static constexpr int kVector = 8;  // elements of q loaded at once
 
   Params const& params_;
   WorkTile work_tile_;  // a copy, whose numbers are in registers
@@ -85,25 +86,40 @@ class Consumer {
 
   // Rows of q, channels in the order of memory.
   CUTE_DEVICE void copy_queries(Element* to) {
-    constexpr int kVector = 8, kVectors = Traits::kHeadDim / kVector, kRowsAtOnce = kWarpgroupThreads / kVectors;
-    int channel = thread_ % kVectors * kVector;
+    if (params_.q_vectorized) {
+      copy_queries(to, [](Element const* from) { return __ldg(reinterpret_cast<uint4 const*>(from)); });
+    } else {
+      copy_queries(to, [](Element const* from) {
+        alignas(16) Element elements[kVector];
+        CUTE_UNROLL
+        for (int i = 0; i < kVector; ++i) elements[i] = from[i];
+        return *reinterpret_cast<uint4 const*>(elements);
+      });
+    }
+  }
+
+  // load: kVector elements from an address. Several loads are under way before the first one is waited for.
+  template <class Load>
+  CUTE_DEVICE void copy_queries(Element* to, Load&& load) {
+    constexpr int kVectors = Traits::kHeadDim / kVector, kRowsAtOnce = kWarpgroupThreads / kVectors;
+    constexpr int kThreadRows = kConsumerRows / kRowsAtOnce, kLoads = kThreadRows < 8 ? kThreadRows : 8;
+    int channel = thread_ % kVectors * kVector, first_row = thread_ / kVectors;
     auto const* q = static_cast<Element const*>(params_.q) + work_tile_.row * params_.q_strides[0] +
                     int64_t{work_tile_.kv_head} * params_.group * params_.q_strides[1] + channel;
     if (channel >= params_.keys.head_dim) return;
     QueryRows queries = work_tile_.queries(params_);
-#pragma unroll 8
-    for (int i = 0; i < kConsumerRows / kRowsAtOnce; ++i) {
-      int head, token, row = thread_ / kVectors + i * kRowsAtOnce;
-      queries.find(params_, query_row(queries, row), head, token);
-      auto const* from = q + head * params_.q_strides[1] + (queries.first_token + token) * params_.q_strides[2];
-      alignas(16) Element elements[kVector];
-      if (params_.q_vectorized) {
-        *reinterpret_cast<uint4*>(elements) = __ldg(reinterpret_cast<uint4 const*>(from));
-      } else {
-        CUTE_UNROLL
-        for (int j = 0; j < kVector; ++j) elements[j] = from[j];
+    CUTE_NO_UNROLL
+    for (int i = 0; i < kThreadRows; i += kLoads, first_row += kLoads * kRowsAtOnce) {
+      uint4 vectors[kLoads];
+      CUTE_UNROLL
+      for (int j = 0; j < kLoads; ++j) {
+        int head, token;
+        queries.find(params_, query_row(queries, first_row + j * kRowsAtOnce), head, token);
+        vectors[j] = load(q + head * params_.q_strides[1] + (queries.first_token + token) * params_.q_strides[2]);
       }
-      *reinterpret_cast<uint4*>(to + row * Traits::kHeadDim + channel) = *reinterpret_cast<uint4 const*>(elements);
+      CUTE_UNROLL
+      for (int j = 0; j < kLoads; ++j)
+        *reinterpret_cast<uint4*>(to + (first_row + j * kRowsAtOnce) * Traits::kHeadDim + channel) = vectors[j];
     }
   }
 
