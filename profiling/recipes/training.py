@@ -1,4 +1,4 @@
-"""Trains a small Llama-architecture model on recall and copying, from short sequences to long ones."""
+"""Trains a small Llama-architecture model on recall, copying and hops, from short sequences to long ones."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ SATISFIED = 0.95  # accuracy at which sequences get longer
 DONE = 0.998  # accuracy at full length, averaged, at which training ends
 WARM_UP = 100  # steps
 LONGER = 1.4
+IGNORED = -100  # a target that the loss leaves out
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,19 @@ FULL = Size(
     intermediate=1024,
     tokens=1 << 15,
     steps=8000,
+)
+SMALL = Size(
+    pairs=127,
+    symbols=512,
+    layers=2,
+    hidden=128,
+    heads=2,
+    kv_heads=1,
+    head_dim=64,
+    intermediate=512,
+    tokens=1 << 15,
+    steps=8000,
+    learning_rate=2e-3,
 )
 QUICK = Size(
     pairs=31,
@@ -89,7 +103,9 @@ def train(model: Any, size: Size, seed: int, seconds: float, say: Callable[[str]
     """Until the tasks are solved at full length, or size.steps or `seconds` are over. Returns what came of it."""
     device = model.device
     generator = torch.Generator(device).manual_seed(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=size.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=size.learning_rate, betas=(0.9, 0.98), weight_decay=0.01, fused=device.type == "cuda"
+    )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARM_UP))
     model.train()
     rng = random.Random(seed)
@@ -97,14 +113,15 @@ def train(model: Any, size: Size, seed: int, seconds: float, say: Callable[[str]
     for step in range(1, size.steps + 1):
         # Other lengths in between: what follows must be found by what is before it, not by how far away it is.
         shown = pairs if step % 2 == 0 else rng.randint(1, pairs)
-        batch = max(2, size.tokens // (4 * shown + 2) // 2)
+        batch = max(2, size.tokens // (4 * shown + 2) // len(TASKS))
         drawn = [draw(task, shown, size.symbols, batch, generator) for task in TASKS]
         ids, counted = (torch.cat([getattr(d, name) for d in drawn]) for name in ("ids", "counted"))
+        context = drawn[0].context
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             hidden = model.model(ids[:, :-1]).last_hidden_state
-            logits = model.lm_head(hidden[counted[:, 1:]])
-        wanted = ids[:, 1:][counted[:, 1:]]
-        loss = torch.nn.functional.cross_entropy(logits.float(), wanted)
+            logits = model.lm_head(hidden[:, context - 1 :])
+        wanted = torch.where(counted, ids, IGNORED)[:, context:]
+        loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), wanted.flatten(), ignore_index=IGNORED)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -112,7 +129,7 @@ def train(model: Any, size: Size, seed: int, seconds: float, say: Callable[[str]
         schedule.step()
         if step % 10:
             continue
-        right = (logits.argmax(-1) == wanted).float().mean().item()
+        right = (logits.argmax(-1) == wanted)[wanted != IGNORED].float().mean().item()
         average = 0.8 * average + 0.2 * right
         took = time.perf_counter() - start
         over = took > seconds

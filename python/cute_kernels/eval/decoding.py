@@ -60,11 +60,17 @@ def negative_log_likelihood(model: Any, make_cache: CacheMaker, ids: Tensor, pre
 
     ids[:prefill] are prefilled densely, the rest is read `chunk` tokens at a time; in between tokens leave the window.
     """
-    losses = [
-        torch.nn.functional.cross_entropy(logits[0], part[0], reduction="sum")
-        for logits, part in _predictions(model, make_cache(), ids[None], prefill, chunk)
+    return float(losses(model, make_cache, ids[None], prefill, chunk).double().sum())
+
+
+@torch.inference_mode()
+def losses(model: Any, make_cache: CacheMaker, ids: Tensor, prefill: int, chunk: int) -> Tensor:
+    """Negative log-likelihood of each of ids[:, prefill:], float32 (B, n - prefill). ids: (B, n); read as above."""
+    of_parts = [
+        torch.nn.functional.cross_entropy(logits.transpose(1, 2), part, reduction="none")
+        for logits, part in _predictions(model, make_cache(), ids, prefill, chunk)
     ]
-    return float(torch.stack(losses).double().sum())
+    return torch.cat(of_parts, dim=1)
 
 
 @torch.inference_mode()

@@ -48,7 +48,7 @@ class Store:
                     + "; ".join(f"{name}: {earlier.get(name)!r} there, {identity.get(name)!r} now" for name in other)
                     + ": choose another --out"
                 )
-        self.rows: list[Row] = [dict(line) for line in _complete_lines(folder / "rows.jsonl")]
+        self.rows: list[Row] = read_lines(folder / "rows.jsonl")
 
     def has(self, setting: Setting, task: str) -> bool:
         return any(r["task"] == task and r["setting"] == setting.name for r in self.rows)
@@ -72,7 +72,7 @@ class Store:
         self._begin()
         path = self._folder / "predictions" / setting.name / suite / f"{task}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
-        known = [str(line["prediction"]) for line in _complete_lines(path)]
+        known = [str(line["prediction"]) for line in read_lines(path)]
         with path.open("a", encoding="utf-8") as file:
 
             def keep(index: int, prediction: str) -> None:
@@ -125,7 +125,7 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _complete_lines(path: Path) -> list[Row]:
+def read_lines(path: Path) -> list[Row]:
     """Lines that were written whole; a last one that an interruption cut is taken off the file."""
     if not path.exists():
         return []
