@@ -143,7 +143,7 @@ def accuracies(model: Any, setting: Setting, drawn: dict[str, Sequences], batch:
     for (task, sequences), part, mask in zip(drawn.items(), parts, counted, strict=True):
         together = part[mask].unflatten(0, (-1, sequences.together)).all(1)
         found[task] = _percent(together)
-        if task in BY_DISTANCE:
+        if task in BY_DISTANCE:  # from next to it to twice the context
             far = sequences.distances[:, context:][mask] // (context // 2)
             for quarter in far.unique().tolist():
                 found[f"{task}, {_QUARTERS[quarter]}"] = _percent(together[far == quarter])

@@ -66,7 +66,7 @@ def run(name: str, seed: int, folder: Path, args: argparse.Namespace) -> None:
     identity = {"size": name, "seed": seed, "seconds": args.seconds, "sequences": args.sequences, "device": where.name}
     kept = study.store(folder / f"{NAME}-{name}-{seed}", identity)
     settings = study.chosen_settings(size.head_dim)
-    missing = [setting for setting in settings if not kept.has(setting, "recall")]
+    missing = [setting for setting in settings if not kept.has(setting, "hops")]
     if not missing:
         return
     say = lambda line: training.print_to_stderr(f"{name}, seed {seed}: {line}")  # noqa: E731

@@ -144,7 +144,7 @@ def run(size: Size, text: corpus.Corpus, folder: Path, args: argparse.Namespace)
     } | study.about(where, " ".join([COMMAND, *args.given]))
     dense = bits_a_byte(model, settings[0], ids, size.scored)
     for number, setting in enumerate(missing, 1):
-        found = bits_a_byte(model, setting, ids, size.scored) if number > 1 else dense
+        found = dense if setting.is_dense else bits_a_byte(model, setting, ids, size.scored)
         (value, error), (over, over_error) = _mean(found), _mean(found - dense)
         row = results.row(setting, "text", "bits a byte", value, ids.shape[0] * size.scored) | of_run
         bits = round(study.bits_per_element(setting, size.head_dim), 3)

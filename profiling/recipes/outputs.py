@@ -1,0 +1,158 @@
+"""Relative error of attention's output, by how the cache is stored, on data that is hard to store.
+
+    python -m profiling.recipes.outputs                       # a CPU, a minute
+
+Draws queries, keys and values, stores keys and values in every way of profiling.recipes.study, and attends to them in
+float64. The error is ||output - dense output|| / ||dense output||, the mean over draws, with its standard error. Data:
+gaussian; heavy-tailed (Student's t, 4 degrees of freedom); outlier-channels (4 channels 16 times as large); channel-sizes
+(channels of lognormal size, sigma 1). Rows go to build/profiling/<device>/accuracy/outputs.json. Needs the extra `eval`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from profiling import command_line, folders, records
+
+try:
+    from cute_kernels.eval import models
+    from cute_kernels.eval.settings import Setting
+    from profiling.environment import environment
+    from profiling.recipes import study
+    from profiling.recipes.training import print_to_stderr
+except ImportError as error:
+    print(f"python -m profiling.recipes.outputs: {error}\nBuild cute_kernels first: make build", file=sys.stderr)
+    sys.exit(2)
+
+COMMAND = "python -m profiling.recipes.outputs"
+NAME = "outputs"
+KV_HEADS, GROUP, QUERIES = 2, 4, 4  # heads of keys; heads of queries of each; queries of each of those
+OUTLIERS = 4  # channels
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = _parser().parse_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        models.require("transformers", "the recipe")
+        where = environment(args.device)
+        folder = args.out or folders.of_device(where.slug, args.commit_results) / "accuracy"
+        command_line.folder_for(folder)
+        settings = study.chosen_settings(args.head_dim, window=0)
+        rows = []
+        for number, setting in enumerate(settings, 1):
+            bits = round(study.bits_per_element(setting, args.head_dim), 3)
+            for data in DATA:
+                errors = [error(setting, data, args.tokens, args.head_dim, seed, args.device) for seed in range(args.draws)]
+                found = torch.tensor(errors, dtype=torch.float64)
+                rows.append(
+                    {
+                        "setting": setting.name,
+                        "part": setting.part,
+                        "rule": setting.rule,
+                        "codec": setting.codec,
+                        "bits": bits,
+                        "size": f"T {args.tokens}",
+                        "task": data,
+                        "metric": "relative error",
+                        "value": float(found.mean()),
+                        "error": float(found.std() / len(found) ** 0.5),
+                        "samples": args.draws,
+                        "seed": 0,
+                        "head_dim": args.head_dim,
+                    }
+                    | study.about(where, " ".join([COMMAND, *given]))
+                )
+            if number % 10 == 0 or number == len(settings):
+                print_to_stderr(f"[{number}/{len(settings)}] {setting.name}: {rows[-len(DATA)]['value']:.4f}")
+        path = folder / f"{NAME}.json"
+        records.write(path, rows, study.OF_A_RUN)
+    except (ValueError, RuntimeError) as error_:
+        print(f"{COMMAND}: error: {error_}", file=sys.stderr)
+        return 2
+    print(study.table(rows, digits=4), f"wrote {path}", sep="\n")
+    return 0
+
+
+def _gaussian(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def _heavy_tailed(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    squares = _gaussian((*shape, 4), generator).square().mean(-1)
+    return _gaussian(shape, generator) / squares.sqrt()
+
+
+def _outlier_channels(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    sizes = torch.ones(shape[0], shape[1], 1, shape[3], dtype=torch.float64)
+    large = torch.rand(sizes.shape, generator=generator).argsort(-1)[..., :OUTLIERS]
+    return _gaussian(shape, generator) * sizes.scatter(3, large, 16.0)
+
+
+def _channel_sizes(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    return _gaussian(shape, generator) * _gaussian((shape[0], shape[1], 1, shape[3]), generator).exp()
+
+
+DATA = {
+    "gaussian": _gaussian,
+    "heavy-tailed": _heavy_tailed,
+    "outlier-channels": _outlier_channels,
+    "channel-sizes": _channel_sizes,
+}
+
+
+def error(setting: Setting, data: str, tokens: int, head_dim: int, seed: int, device: torch.device) -> float:
+    """Of one draw. Logits have a standard deviation of about 1 whatever the data."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (1, KV_HEADS, tokens, head_dim)
+    k, v = (DATA[data](shape, generator).half().double() for _ in range(2))
+    q = _gaussian((1, KV_HEADS, GROUP * QUERIES, head_dim), generator)
+    q = (q / (k.square().sum(3).mean().sqrt())).to(device)
+    exact = attend(q, k.to(device), v.to(device))
+    stored = attend(q, *(x.double() for x in store(setting, k.half().to(device), v.half().to(device))))
+    return float((stored - exact).norm() / exact.norm())
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.transpose(2, 3)).softmax(-1) @ v
+
+
+def store(setting: Setting, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values (B, Hkv, T, D) as the evaluation's cache holds them once all have left the window."""
+    from cute_kernels.eval.pruned_cache import PrunedLayer
+
+    layer = PrunedLayer(setting)
+    layer.update(k, v)
+    keys, values = layer.update(k[:, :, :1], v[:, :, :1])  # the next update prunes
+    return keys[:, :, : k.shape[2]], values[:, :, : v.shape[2]]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=COMMAND, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add(
+        "--device",
+        type=command_line.device,
+        default="cpu",
+        metavar="NAME",
+        help="cpu or cuda (default: %(default)s)",
+    )
+    size = command_line.positive_integer
+    add("--tokens", type=size, default=4096, metavar="N", help="of a cache (default: %(default)s)")
+    add("--head-dim", type=size, default=128, metavar="N", help="(default: %(default)s)")
+    add("--draws", type=size, default=3, metavar="N", help="of data (default: %(default)s)")
+    add("--out", type=Path, metavar="DIR", help="folder for the rows (default: of the device, in build/profiling)")
+    add("--commit-results", action="store_true", help="write to the committed results of this device")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
