@@ -71,7 +71,7 @@ def run(name: str, seed: int, folder: Path, args: argparse.Namespace) -> None:
         return
     say = lambda line: training.print_to_stderr(f"{name}, seed {seed}: {line}")  # noqa: E731
     model = training.build(size, seed).to(device)
-    learnt = training.train(model, size, seed, args.seconds, say)
+    learnt = training.train(model, size, seed, args.seconds, say, not args.eager)
     model = model.to(torch.bfloat16 if device.type == "cuda" else torch.float32)
     models.prepare(model, settings, "pruned")
     drawn = sequences_of_tasks(size, args.sequences, torch.Generator(device).manual_seed(seed + 1))
@@ -138,6 +138,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="S",
         help="of training a model at most (default: %(default)g)",
     )
+    add("--eager", action="store_true", help="train without CUDA graphs")
     size = command_line.positive_integer
     add("--sequences", type=size, default=128, metavar="N", help="of each task to evaluate on (default: %(default)s)")
     add("--batch", type=size, default=384, metavar="N", help="sequences evaluated at a time (default: %(default)s)")

@@ -32,6 +32,7 @@ try:
     from cute_kernels.eval.settings import Setting
     from profiling.environment import environment
     from profiling.recipes import corpus, study
+    from profiling.recipes.steps import Steps
     from profiling.recipes.training import print_to_stderr
 except ImportError as error:
     print(
@@ -43,7 +44,7 @@ except ImportError as error:
 COMMAND = "python -m profiling.recipes.language"
 NAME = "language"
 CHUNK = 16
-WARM_UP = 0.03  # share of the training time
+WARM_UP = 30  # steps
 LAST_RATE = 0.1  # of the learning rate, at the end
 
 
@@ -74,7 +75,7 @@ FULL = Size(
     head_dim=128,
     intermediate=1536,
     context=8192,
-    scored=512,
+    scored=256,
     short=1024,
     tokens=1 << 15,
     learning_rate=1e-3,
@@ -127,7 +128,8 @@ def run(size: Size, text: corpus.Corpus, folder: Path, args: argparse.Namespace)
     if (learnt / "config.json").is_file():
         model = models.load_model(learnt, device)
     else:
-        model = train(build(size, args.seed).to(device), size, text.training, args.seconds, args.seed, print_to_stderr)
+        model = build(size, args.seed).to(device)
+        model = train(model, size, text.training, args.seconds, args.seed, print_to_stderr, not args.eager)
         model = model.to(torch.bfloat16 if device.type == "cuda" else torch.float32)
         model.save_pretrained(learnt)
     models.prepare(model, settings, "pruned")
@@ -204,15 +206,22 @@ def build(size: Size, seed: int) -> Any:
 
 
 def train(
-    model: Any, size: Size, books: Sequence[bytes], seconds: float, seed: int, say: Callable[[str], None]
+    model: Any,
+    size: Size,
+    books: Sequence[bytes],
+    seconds: float,
+    seed: int,
+    say: Callable[[str], None],
+    graphs: bool = True,
 ) -> Any:
-    """For `seconds`, on stretches of books that begin anywhere. Returns the model; its config says the steps."""
+    """For `seconds`, on stretches of books that begin anywhere. Returns the model; its config says the steps.
+
+    graphs: whether a GPU runs steps as CUDA graphs.
+    """
     device = model.device
     text = torch.frombuffer(bytearray(b"\0".join(books)), dtype=torch.uint8).to(device)
     generator = torch.Generator(device).manual_seed(seed)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=size.learning_rate, betas=(0.9, 0.95), weight_decay=0.1, fused=device.type == "cuda"
-    )
+    step_of = Steps(model, (0.9, 0.95), 0.1, graphs)
     model.train()
     start, step, done, average = time.perf_counter(), 0, 0.0, None
     while done < 1:
@@ -220,24 +229,17 @@ def train(
         length = size.short if done < size.short_share else size.context
         begin = torch.randint(len(text) - length, (max(1, size.tokens // length), 1), generator=generator, device=device)
         ids = text[begin + torch.arange(length + 1, device=device)].long()
-        for group in optimizer.param_groups:
-            cosine = LAST_RATE + (1 - LAST_RATE) * (1 + math.cos(math.pi * done)) / 2
-            group["lr"] = size.learning_rate * cosine * min(1.0, (done + 1e-4) / WARM_UP)
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            logits = model(ids[:, :-1], use_cache=False).logits
-        loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        cosine = LAST_RATE + (1 - LAST_RATE) * (1 + math.cos(math.pi * min(done, 1.0))) / 2
+        rate = size.learning_rate * cosine * min(1.0, step / WARM_UP)
+        loss, _ = step_of(ids[:, :-1], ids[:, 1:], rate)
         if step % 10 == 0 or device.type == "cpu":  # else the GPU waits for the host
             bits = loss.item() / math.log(2)
             average = bits if average is None else 0.9 * average + 0.1 * bits
             took = time.perf_counter() - start
             done = took / seconds
             if step % 100 == 0 or done >= 1:
-                rate = step * size.tokens / took
-                say(f"step {step}, {took:.0f} of {seconds:g} s, {rate:.3g} bytes/s: {average:.3f} bits a byte")
+                read = step * size.tokens / took
+                say(f"step {step}, {took:.0f} of {seconds:g} s, {read:.3g} bytes/s: {average:.3f} bits a byte")
     model.config.training_steps = step
     return model.eval()
 
@@ -265,10 +267,11 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--documents",
         type=command_line.positive_integer,
-        default=32,
+        default=64,
         metavar="N",
         help="to evaluate on, at a time (default: %(default)s)",
     )
+    add("--eager", action="store_true", help="train without CUDA graphs")
     add("--seed", type=command_line.seed, default=0, metavar="N", help="of weights and order (default: %(default)s)")
     add("--out", type=Path, metavar="DIR", help="folder for the rows (default: of the device, in build/profiling)")
     add("--commit-results", action="store_true", help="write to the committed results of this device")

@@ -12,12 +12,11 @@ import torch
 import cute_kernels as ck
 from cute_kernels.eval import results
 from cute_kernels.eval.baselines import BASELINES
-from cute_kernels.eval.rounding import CODECS
-from cute_kernels.eval.settings import PARTS, Setting, grid, kept_elements
+from cute_kernels.eval.settings import Setting, grid, kept_elements
 from profiling import records
 from profiling.environment import Environment
 
-STORED = ("", *CODECS)  # "": 16 bits
+STORED = ("", "int4", "fp8", "int8")  # codecs of the package; "": 16 bits
 SPARSITIES = {  # by rule, for keys, values and both
     "magnitude": (0.5, 0.7, 0.8),
     "2of4": (0.5,),
@@ -36,10 +35,11 @@ def chosen_settings(head_dim: int, **options: Any) -> list[Setting]:
     options: as `grid` takes them."""
     baselines = [name for name, baseline in BASELINES.items() if not baseline.group or head_dim % baseline.group == 0]
     chosen = grid(("magnitude",), ("both",), (0.0,), codecs=(*STORED, *baselines), **options)
-    for rule, sparsities in SPARSITIES.items():
-        chosen += grid((rule,), PARTS, sparsities, codecs=STORED, **options)[1:]
-    for rule, sparsities in OF_BOTH_ONLY.items():
+    for rule, sparsities in (SPARSITIES | OF_BOTH_ONLY).items():
         chosen += grid((rule,), ("both",), sparsities, codecs=STORED, **options)[1:]
+    for codec in STORED:  # of a run that is cut short these are missing
+        for rule, sparsities in SPARSITIES.items():
+            chosen += grid((rule,), ("keys", "values"), sparsities, codecs=(codec,), **options)[1:]
     return chosen
 
 

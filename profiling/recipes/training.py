@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from profiling.recipes.sequences import TASKS, draw, vocabulary
+from profiling.recipes.steps import IGNORED, Steps
 
 SATISFIED = 0.95  # accuracy at which sequences get longer
 DONE = 0.998  # accuracy at full length, averaged, at which training ends
 WARM_UP = 100  # steps
 LONGER = 1.4
-IGNORED = -100  # a target that the loss leaves out
 
 
 @dataclass(frozen=True)
@@ -99,38 +99,30 @@ def build(size: Size, seed: int) -> Any:
     )
 
 
-def train(model: Any, size: Size, seed: int, seconds: float, say: Callable[[str], None]) -> dict[str, float]:
-    """Until the tasks are solved at full length, or size.steps or `seconds` are over. Returns what came of it."""
-    device = model.device
-    generator = torch.Generator(device).manual_seed(seed)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=size.learning_rate, betas=(0.9, 0.98), weight_decay=0.01, fused=device.type == "cuda"
-    )
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARM_UP))
+def train(
+    model: Any, size: Size, seed: int, seconds: float, say: Callable[[str], None], graphs: bool = True
+) -> dict[str, float]:
+    """Until the tasks are solved at full length, or size.steps or `seconds` are over. Returns what came of it.
+
+    graphs: whether a GPU runs steps as CUDA graphs.
+    """
+    generator = torch.Generator(model.device).manual_seed(seed)
+    step_of = Steps(model, (0.9, 0.98), 0.01, graphs)
     model.train()
     rng = random.Random(seed)
-    pairs, average, start, step = min(4, size.pairs), 0.0, time.perf_counter(), 0
+    lengths, average, start, step = [min(4, size.pairs)], 0.0, time.perf_counter(), 0
     for step in range(1, size.steps + 1):
         # Other lengths in between: what follows must be found by what is before it, not by how far away it is.
-        shown = pairs if step % 2 == 0 else rng.randint(1, pairs)
+        pairs = lengths[-1]
+        shown = pairs if step % 2 == 0 else rng.choice(lengths)
         batch = max(2, size.tokens // (4 * shown + 2) // len(TASKS))
         drawn = [draw(task, shown, size.symbols, batch, generator) for task in TASKS]
         ids, counted = (torch.cat([getattr(d, name) for d in drawn]) for name in ("ids", "counted"))
-        context = drawn[0].context
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            hidden = model.model(ids[:, :-1]).last_hidden_state
-            logits = model.lm_head(hidden[:, context - 1 :])
-        wanted = torch.where(counted, ids, IGNORED)[:, context:]
-        loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), wanted.flatten(), ignore_index=IGNORED)
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
+        targets = torch.where(counted, ids, IGNORED)[:, drawn[0].context :]
+        loss, right = step_of(ids[:, :-1], targets, size.learning_rate * min(1.0, step / WARM_UP))
         if step % 10:
             continue
-        right = (logits.argmax(-1) == wanted)[wanted != IGNORED].float().mean().item()
-        average = 0.8 * average + 0.2 * right
+        average = 0.8 * average + 0.2 * right.item()
         took = time.perf_counter() - start
         over = took > seconds
         if step % 200 == 0 or over:
@@ -139,7 +131,8 @@ def train(model: Any, size: Size, seed: int, seconds: float, say: Callable[[str]
         if over or (pairs == size.pairs and average > DONE):
             break
         if average > SATISFIED and pairs < size.pairs:
-            pairs, average = min(size.pairs, math.ceil(pairs * LONGER)), 0.0
+            lengths.append(min(size.pairs, math.ceil(pairs * LONGER)))
+            average = 0.0
     model.eval()
     took = time.perf_counter() - start
     say(f"trained {step} steps in {took:.0f} s: {pairs} of {size.pairs} pairs, right {average:.2%}")

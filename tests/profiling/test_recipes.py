@@ -147,3 +147,39 @@ def test_what_is_learnt_is_measured():
     far = drawn["recall"].distances[0, 21] // 10
     quarter = next(found for task, found in measured.items() if task == f"recall, {recipe._QUARTERS[far]}")
     assert quarter[0] == pytest.approx(100 - 100 / quarter[1])
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_training_step(device, rng):
+    """The forward pass and the step beside Transformers' own model and plain AdamW; a GPU computes in bfloat16."""
+    pytest.importorskip("transformers", reason="needs the extra eval")
+    import copy
+
+    from profiling.recipes import training
+    from profiling.recipes.steps import IGNORED, Steps, forward
+
+    model = training.build(training.QUICK, 0).to(device)
+    plain = copy.deepcopy(model)
+    ids = torch.randint(3, 60, (3, 21), device=device)
+    tolerance = 1e-5 if device == "cpu" else 0.03
+    with torch.no_grad():
+        expected, got = plain(ids).logits[:, -8:], forward(model, ids, 8).float()
+    assert (got - expected).norm() < tolerance * expected.norm()
+    steps = Steps(model, (0.9, 0.98), 0.01)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, betas=(0.9, 0.98), weight_decay=0.01)
+    for shape in ((3, 21), (2, 12), (3, 21)):
+        ids = torch.randint(3, 60, shape, device=device)
+        targets = torch.where(torch.rand(shape, device=device) < 0.5, ids, IGNORED)[:, -8:]
+        again = 1 if device == "cpu" or shape == (3, 21) and optimizer.state else 3  # a capture takes three steps
+        for _ in range(again):
+            logits = plain(ids).logits[:, -8:]
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+            optimizer.step()
+        got_loss, right = steps(ids, targets, 1e-3)
+        assert got_loss.item() == pytest.approx(loss.item(), rel=tolerance)
+        assert float(right) == pytest.approx(float((logits.argmax(-1) == targets)[targets != IGNORED].float().mean()), abs=0.1)
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (a - b).norm() < (1e-4 if device == "cpu" else 0.02) * b.norm()
