@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -74,6 +75,7 @@ def run(name: str, seed: int, folder: Path, args: argparse.Namespace) -> None:
     learnt = training.train(model, size, seed, args.seconds, say, not args.eager)
     model = model.to(torch.bfloat16 if device.type == "cuda" else torch.float32)
     models.prepare(model, settings, "pruned")
+    size = replace(size, pairs=learnt["pairs"] or size.pairs)
     drawn = sequences_of_tasks(size, args.sequences, torch.Generator(device).manual_seed(seed + 1))
     of_run = {
         "size": name,

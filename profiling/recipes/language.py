@@ -144,9 +144,12 @@ def run(size: Size, text: corpus.Corpus, folder: Path, args: argparse.Namespace)
         "training_steps": model.config.training_steps,
         "training_seconds": round(args.seconds, 1),
     } | study.about(where, " ".join([COMMAND, *args.given]))
-    dense = bits_a_byte(model, settings[0], ids, size.scored)
+    from cute_kernels.eval.decoding import prefilled
+
+    first = prefilled(model, ids[:, : -size.scored])
+    dense = bits_a_byte(model, settings[0], ids, first)
     for number, setting in enumerate(missing, 1):
-        found = dense if setting.is_dense else bits_a_byte(model, setting, ids, size.scored)
+        found = dense if setting.is_dense else bits_a_byte(model, setting, ids, first)
         (value, error), (over, over_error) = _mean(found), _mean(found - dense)
         row = results.row(setting, "text", "bits a byte", value, ids.shape[0] * size.scored) | of_run
         bits = round(study.bits_per_element(setting, size.head_dim), 3)
@@ -158,11 +161,12 @@ def run(size: Size, text: corpus.Corpus, folder: Path, args: argparse.Namespace)
             )
 
 
-def bits_a_byte(model: Any, setting: Setting, ids: Tensor, scored: int) -> Tensor:
-    """Of the last `scored` bytes of each document, float64 on the CPU. ids: (documents, context)."""
+def bits_a_byte(model: Any, setting: Setting, ids: Tensor, first: Any) -> Tensor:
+    """Of what follows `first` in each document, float64 on the CPU. ids: (documents, context). first: as `prefilled`
+    gives it of their beginning."""
     from cute_kernels.eval.decoding import losses
 
-    found = losses(model, models.cache_maker(model, setting), ids, ids.shape[1] - scored, CHUNK)
+    found = losses(model, models.cache_maker(model, setting), ids, first.tokens, CHUNK, first)
     return found.double().mean(1).cpu() / math.log(2)
 
 
@@ -267,7 +271,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--documents",
         type=command_line.positive_integer,
-        default=64,
+        default=48,
         metavar="N",
         help="to evaluate on, at a time (default: %(default)s)",
     )

@@ -47,7 +47,7 @@ FULL = Size(
     kv_heads=2,
     head_dim=64,
     intermediate=1024,
-    tokens=1 << 15,
+    tokens=1 << 14,
     steps=8000,
 )
 SMALL = Size(
@@ -59,7 +59,7 @@ SMALL = Size(
     kv_heads=1,
     head_dim=64,
     intermediate=512,
-    tokens=1 << 15,
+    tokens=1 << 14,
     steps=8000,
     learning_rate=2e-3,
 )
@@ -102,7 +102,8 @@ def build(size: Size, seed: int) -> Any:
 def train(
     model: Any, size: Size, seed: int, seconds: float, say: Callable[[str], None], graphs: bool = True
 ) -> dict[str, float]:
-    """Until the tasks are solved at full length, or size.steps or `seconds` are over. Returns what came of it.
+    """Until the tasks are solved at full length, or size.steps or `seconds` are over. Returns what came of it: `pairs` is
+    the length that was learnt, 0 if none was.
 
     graphs: whether a GPU runs steps as CUDA graphs.
     """
@@ -110,7 +111,7 @@ def train(
     step_of = Steps(model, (0.9, 0.98), 0.01, graphs)
     model.train()
     rng = random.Random(seed)
-    lengths, average, start, step = [min(4, size.pairs)], 0.0, time.perf_counter(), 0
+    lengths, average, start, step, learnt = [min(4, size.pairs)], 0.0, time.perf_counter(), 0, 0
     for step in range(1, size.steps + 1):
         # Other lengths in between: what follows must be found by what is before it, not by how far away it is.
         pairs = lengths[-1]
@@ -128,6 +129,8 @@ def train(
         if step % 200 == 0 or over:
             where = f"step {step} of {size.steps}, {took:.0f} of {seconds:g} s, {pairs} of {size.pairs} pairs"
             say(f"{where}: loss {loss.item():.4f}, right {average:.2%}")
+        if average > SATISFIED:
+            learnt = pairs
         if over or (pairs == size.pairs and average > DONE):
             break
         if average > SATISFIED and pairs < size.pairs:
@@ -135,8 +138,8 @@ def train(
             average = 0.0
     model.eval()
     took = time.perf_counter() - start
-    say(f"trained {step} steps in {took:.0f} s: {pairs} of {size.pairs} pairs, right {average:.2%}")
-    return {"steps": step, "seconds": took, "pairs": pairs, "accuracy": average}
+    say(f"trained {step} steps in {took:.0f} s: learnt {learnt} of {size.pairs} pairs, right {average:.2%}")
+    return {"steps": step, "seconds": took, "pairs": learnt, "accuracy": average}
 
 
 def print_to_stderr(line: str) -> None:
