@@ -90,7 +90,8 @@ def figure(rows: Sequence[Mapping[str, Any]]) -> Figure:
             of_series = sorted(found[setting] for setting, (series_name, _) in looks.items() if series_name == name)
             look = next(look for series_name, look in looks.values() if series_name == name)
             bits, lost, errors = zip(*of_series, strict=True)
-            axis.errorbar(bits, [max(least, x) for x in lost], yerr=errors, label=name, linewidth=1, markersize=5, **look)
+            shown = [max(least, x) for x in lost]
+            axis.errorbar(bits, shown, yerr=errors, label=name, linewidth=1, markersize=5, **look)
         best = frontier([(bits, max(least, lost)) for bits, lost, _ in (found[setting] for setting in looks)])
         axis.step(*zip(*best, strict=True), where="post", color=RED, linewidth=1, linestyle=":", label="frontier")
         axis.set_yscale("log", nonpositive="clip")
@@ -99,5 +100,5 @@ def figure(rows: Sequence[Mapping[str, Any]]) -> Figure:
         axis.set_title(f"{size}: {task}")
         axis.set_xlabel("bits an element")
         axis.set_ylabel(label)
-    shared_legend(drawn, list(axes.flat[: len(panels)]))
+    shared_legend(drawn, list(axes.flat[: len(panels)]), 2 * columns)
     return drawn

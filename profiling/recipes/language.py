@@ -50,8 +50,8 @@ LAST_RATE = 0.1  # of the learning rate, at the end
 
 @dataclass(frozen=True)
 class Size:
-    """context: bytes of a document; scored: of them, its end. short: bytes of a sequence in the first `short_share` of the
-    training. tokens: of a training batch."""
+    """context: bytes of a document; scored: of them, its end. short: bytes of a sequence in the first `short_share` of
+    the training. tokens: of a training batch."""
 
     layers: int
     hidden: int
@@ -182,7 +182,7 @@ def documents(books: Sequence[bytes], context: int, count: int) -> Tensor:
     """
     found = [book[i : i + context] for book in books for i in range(0, len(book) - context + 1, context)]
     if len(found) < count:
-        raise ValueError(f"the books that are held out have {len(found)} documents of {context} bytes, fewer than {count}")
+        raise ValueError(f"books that are held out have {len(found)} documents of {context} bytes, fewer than {count}")
     chosen = [found[i * len(found) // count] for i in range(count)]
     return torch.stack([torch.frombuffer(bytearray(part), dtype=torch.uint8).long() for part in chosen])
 
@@ -231,7 +231,8 @@ def train(
     while done < 1:
         step += 1
         length = size.short if done < size.short_share else size.context
-        begin = torch.randint(len(text) - length, (max(1, size.tokens // length), 1), generator=generator, device=device)
+        batch = max(1, size.tokens // length)
+        begin = torch.randint(len(text) - length, (batch, 1), generator=generator, device=device)
         ids = text[begin + torch.arange(length + 1, device=device)].long()
         cosine = LAST_RATE + (1 - LAST_RATE) * (1 + math.cos(math.pi * min(done, 1.0))) / 2
         rate = size.learning_rate * cosine * min(1.0, step / WARM_UP)

@@ -4,8 +4,9 @@
 
 Draws queries, keys and values, stores keys and values in every way of profiling.recipes.study, and attends to them in
 float64. The error is ||output - dense output|| / ||dense output||, the mean over draws, with its standard error. Data:
-gaussian; heavy-tailed (Student's t, 4 degrees of freedom); outlier-channels (4 channels 16 times as large); channel-sizes
-(channels of lognormal size, sigma 1). Rows go to build/profiling/<device>/accuracy/outputs.json. Needs the extra `eval`.
+gaussian; heavy-tailed (Student's t, 4 degrees of freedom); outlier-channels (4 channels 16 times as large);
+channel-sizes (channels of lognormal size, sigma 1). Rows go to build/profiling/<device>/accuracy/outputs.json. Needs
+the extra `eval`.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for number, setting in enumerate(settings, 1):
             bits = round(study.bits_per_element(setting, args.head_dim), 3)
             for data in DATA:
-                errors = [error(setting, data, args.tokens, args.head_dim, seed, args.device) for seed in range(args.draws)]
+                of_data = setting, data, args.tokens, args.head_dim
+                errors = [error(*of_data, seed, args.device) for seed in range(args.draws)]
                 found = torch.tensor(errors, dtype=torch.float64)
                 rows.append(
                     {

@@ -4,8 +4,8 @@ All are one marker, 2 N tokens of context, a separator and 2 N tokens:
 
 * recall: N pairs of a key and a value, then the same pairs in another order: a value follows from its key.
 * copying: 2 N symbols, then the same again.
-* hops: N pairs of a symbol and the one it leads to, which begins another pair. Then walks of a start and four hops; every
-  hop needs the one before. The four are right together or not at all.
+* hops: N pairs of a symbol and the one it leads to, which begins another pair. Then walks of a start and four hops;
+  every hop needs the one before. The four are right together or not at all.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ HOPS = 4
 
 @dataclass(frozen=True)
 class Sequences:
-    """ids: (batch, 4 N + 2) int64. counted: (batch, 4 N + 2) bool, what follows from the context. told: (batch, 4 N + 2)
-    int64, where in the sequence it stands, of what is counted. together: how many that are counted are right together.
+    """ids, counted, told: (batch, 4 N + 2), int64, bool, int64. counted: what follows from the context. told: of what
+    is counted, where in the sequence it stands. together: how many that are counted are right together.
     """
 
     ids: Tensor
@@ -64,7 +64,8 @@ def draw(task: str, pairs: int, symbols: int, batch: int, generator: torch.Gener
     )
 
 
-_Parts = tuple[int, Tensor, Tensor, Tensor, Tensor, int]  # marker, context, rest (-1: a filler), counted, told, together
+# Marker, context, rest (-1: a filler), counted, told, together.
+_Parts = tuple[int, Tensor, Tensor, Tensor, Tensor, int]
 
 
 def _recall(pairs: int, symbols: int, batch: int, generator: torch.Generator) -> _Parts:

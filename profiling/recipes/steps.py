@@ -1,4 +1,4 @@
-"""Training steps of a small Llama, fast: its forward pass with few kernels, and on a GPU a CUDA graph for each shape."""
+"""Training steps of a small Llama: its forward pass with few kernels, and on a GPU a CUDA graph for each shape."""
 
 from __future__ import annotations
 
@@ -77,7 +77,8 @@ def forward(model: Any, ids: Tensor, last: int) -> Tensor:
     """Logits (B, last, vocabulary) of the last tokens of ids (B, n), as LlamaForCausalLM has them; on a GPU computed in
     bfloat16."""
     config, dtype = model.config, torch.bfloat16 if ids.is_cuda else model.dtype
-    cos, sin = model.model.rotary_emb(model.model.embed_tokens.weight, torch.arange(ids.shape[1], device=ids.device)[None])
+    places = torch.arange(ids.shape[1], device=ids.device)[None]
+    cos, sin = model.model.rotary_emb(model.model.embed_tokens.weight, places)
     cos, sin = cos.to(dtype)[:, None], sin.to(dtype)[:, None]
 
     def linear(module: Any, x: Tensor) -> Tensor:

@@ -25,8 +25,10 @@ SPARSITIES = {  # by rule, for keys, values and both
 OF_BOTH_ONLY = {"channel-magnitude": (0.5, 0.7, 0.8)}
 BITS_TOKENS = 4096  # of the cache that bits are counted of
 # What all rows of a run have in common.
-OF_A_RUN = ("size", "seed", "parameters", "head_dim", "context", "dtype", "training_steps", "training_seconds", "device",
-            "driver", "torch", "commit", "timestamp", "command")  # fmt: skip
+OF_A_RUN = (
+    *("size", "seed", "parameters", "head_dim", "context", "dtype", "training_steps", "training_seconds"),
+    *("device", "driver", "torch", "commit", "timestamp", "command"),
+)
 Row = dict[str, Any]
 
 
@@ -44,8 +46,8 @@ def chosen_settings(head_dim: int, **options: Any) -> list[Setting]:
 
 
 def bits_per_element(setting: Setting, head_dim: int) -> float:
-    """That keys and values take on average, all counted. What is pruned: of Gaussian data, as compression stores it. What
-    is not: a dense cache, in the codec with its scale a token and one a channel, or a baseline."""
+    """That keys and values take on average, all counted. What is pruned: of Gaussian data, as compression stores it.
+    What is not: a dense cache, in the codec with its scale a token and one a channel, or a baseline."""
     if setting.codec in BASELINES:
         return BASELINES[setting.codec].bits
     dense = _value_bits(setting.codec) + (16 / head_dim + 16 / BITS_TOKENS if setting.codec else 0)
@@ -93,7 +95,7 @@ def gather(folder: Path, pattern: str, path: Path) -> list[Row]:
 
 
 def table(rows: Sequence[Row], digits: int = 2) -> str:
-    """Markdown: a line a setting with its bits, a column a size and task: the mean over seeds, and its standard error."""
+    """Markdown: a line a setting with its bits, a column a size and task: the mean over seeds, its standard error."""
     columns = list(dict.fromkeys((row["size"], row["task"]) for row in rows))
     bits = {row["setting"]: row["bits"] for row in rows}
     lines = [

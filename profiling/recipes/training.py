@@ -102,8 +102,8 @@ def build(size: Size, seed: int) -> Any:
 def train(
     model: Any, size: Size, seed: int, seconds: float, say: Callable[[str], None], graphs: bool = True
 ) -> dict[str, float]:
-    """Until the tasks are solved at full length, or size.steps or `seconds` are over. Returns what came of it: `pairs` is
-    the length that was learnt, 0 if none was.
+    """Until the tasks are solved at full length, or size.steps or `seconds` are over. Returns what came of it: `pairs`
+    is the length that was learnt, 0 if none was.
 
     graphs: whether a GPU runs steps as CUDA graphs.
     """

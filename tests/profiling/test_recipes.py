@@ -58,7 +58,7 @@ def test_hops_walk_over_the_pairs(pairs, rng):
         assert len(set(seen)) == 4 * walks  # every pair is asked for once at most
         assert walked[5 * walks :] == [SEPARATOR] * (2 * pairs - 5 * walks)
         assert counted[drawn.context :] == [False, *[True] * 4] * walks + [False] * (2 * pairs - 5 * walks)
-        assert MARKERS <= min(told) and max(told) < MARKERS + 16
+        assert min(told) >= MARKERS and max(told) < MARKERS + 16
     asked_and_told(drawn)
 
 
@@ -104,7 +104,7 @@ def test_a_short_run(tmp_path, monkeypatch, capsys):
     assert [path.name for path in paths] == ["accuracy.png"] and paths[0].stat().st_size > 10_000
     figure = accuracy.figure(rows)
     assert [axis.get_title() for axis in figure.axes] == [
-        f"{task}: {part}" for task in ("recall", "copying", "hops") for part in ("keys only", "values only", "keys and values")
+        f"{task}: {part}" for task in sequences.TASKS for part in accuracy.PARTS.values()
     ]
     lines = {line.get_label(): len(line.get_xdata()) for line in figure.axes[0].get_lines()}
     assert lines == {"dense": 2} | dict.fromkeys(map(accuracy.NAMES.get, recipe.RULES), 2)
@@ -170,7 +170,7 @@ def test_a_training_step(device, rng):
     for shape in ((3, 21), (2, 12), (3, 21)):
         ids = torch.randint(3, 60, shape, device=device)
         targets = torch.where(torch.rand(shape, device=device) < 0.5, ids, IGNORED)[:, -8:]
-        again = 1 if device == "cpu" or shape == (3, 21) and optimizer.state else 3  # a capture takes three steps
+        again = 1 if device == "cpu" or (shape == (3, 21) and optimizer.state) else 3  # a capture takes three steps
         for _ in range(again):
             logits = plain(ids).logits[:, -8:]
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
@@ -180,6 +180,7 @@ def test_a_training_step(device, rng):
             optimizer.step()
         got_loss, right = steps(ids, targets, 1e-3)
         assert got_loss.item() == pytest.approx(loss.item(), rel=tolerance)
-        assert float(right) == pytest.approx(float((logits.argmax(-1) == targets)[targets != IGNORED].float().mean()), abs=0.1)
+        hit = (logits.argmax(-1) == targets)[targets != IGNORED]
+        assert right.item() == pytest.approx(hit.float().mean().item(), abs=0.1)
     for a, b in zip(model.parameters(), plain.parameters(), strict=True):
         assert (a - b).norm() < (1e-4 if device == "cpu" else 0.02) * b.norm()

@@ -103,8 +103,8 @@ def _pruning(add: Callable[..., object]) -> None:
         type=_list(_codec),
         default="own",
         metavar="LIST",
-        help=f"how what leaves the window is stored: own (as it is), {', '.join(CODECS)}; dense caches to compare with: "
-        f"{', '.join(BASELINES)} (default: %(default)s)",
+        help=f"how what leaves the window is stored: own (as it is), {', '.join(CODECS)}; dense caches to compare "
+        f"with: {', '.join(BASELINES)} (default: %(default)s)",
     )
     add(
         "--window",

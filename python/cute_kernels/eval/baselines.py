@@ -1,17 +1,18 @@
 """Dense caches of few bits, to compare pruned ones with: quantised and back, in plain torch and for any dtype.
 
-| name | numbers | scales |
+| name | numbers | what shares a scale |
 | --- | --- | --- |
-| e4m3 | OCP E4M3 | one a head, from the first tokens that are stored |
-| kivi8, kivi4, kivi2 | 8, 4, 2 bits from the group's minimum to its maximum | of keys 32 tokens of a channel, of values 32 \
-channels of a token: scale and zero point, 16 bits each (KIVI, arXiv 2402.02750) |
+| e4m3 | OCP E4M3 | a head; from the first tokens that are stored |
+| kivi8, kivi4, kivi2 | 8, 4, 2 bits, least to largest | keys: 32 tokens of a channel; values: 32 channels of a token |
 | kivi4-64, kivi2-64 | the same | groups of 64 |
-| nvfp4 | E2M1: 0, 0.5, 1, 1.5, 2, 3, 4, 6 | 16 channels of a token, E4M3, relative to one a head as above (the layout of \
-NVFP4) |
+| nvfp4 | E2M1: 0, 0.5, 1, 1.5, 2, 3, 4, 6 | 16 channels of a token: E4M3, relative to a scale a head as above |
+
+A group of KIVI (arXiv 2402.02750) has a scale and a zero point of 16 bits each. NVFP4 is NVIDIA's format of that name.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,13 +23,13 @@ E4M3_LARGEST, E2M1_LARGEST = 448.0, 6.0
 ROOM = 8.0  # of a scale of a head, for tokens to come that are larger than the first
 NVFP4_BLOCK = 16
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_BETWEEN = tuple((a + b) / 2 for a, b in zip(_E2M1, _E2M1[1:]))  # ties go to the even code, of every second the upper
+_BETWEEN = tuple((a + b) / 2 for a, b in itertools.pairwise(_E2M1))  # ties go to the even code
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """value_bits: of a number. scale_bits: of what a group has besides. group: elements that share it; 0: a head's, which
-    no element's bits count. tokens: of keys, that are quantised together."""
+    """value_bits: of a number. scale_bits: of what a group has besides. group: elements that share it; 0: a head's,
+    which no element's bits count. tokens: of keys, that are quantised together."""
 
     value_bits: int
     scale_bits: int
@@ -43,7 +44,7 @@ class Baseline:
 
 
 def head_scale(x: Tensor) -> Tensor:
-    """(..., T, D), the first tokens that are stored -> (..., 1, 1) float32: the largest finite magnitude; 1 for zeros."""
+    """(..., T, D), the first tokens that are stored -> (..., 1, 1) float32: the largest magnitude; 1 for zeros."""
     magnitude = x.float().abs()
     largest = torch.where(magnitude.isfinite(), magnitude, 0.0).amax((-2, -1), keepdim=True)
     return torch.where(largest > 0, largest, 1.0)

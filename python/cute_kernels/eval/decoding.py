@@ -72,8 +72,8 @@ def prefilled(model: Any, ids: Tensor) -> Prefilled:
 def _predictions(
     model: Any, cache: Any, ids: Tensor, prefill: int, chunk: int, known: Prefilled | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """(what is predicted for them (B, m, vocabulary), ids (B, m)) for all of ids[:, prefill:], chunk by chunk. known: the
-    prefill, if it was done before; not for rules that want its queries."""
+    """(what is predicted for them (B, m, vocabulary), ids (B, m)) for all of ids[:, prefill:], chunk by chunk. known:
+    the prefill, if it was done before; not for rules that want its queries."""
     if known is None:
         previous = _forward(model, ids[:, :prefill], cache, 0, last_only=True)
     else:
