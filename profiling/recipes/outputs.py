@@ -1,6 +1,6 @@
 """Relative error of attention's output, by how the cache is stored, on data that is hard to store.
 
-    python -m profiling.recipes.outputs                       # a CPU, a minute
+    python -m profiling.recipes.outputs                       # a minute
 
 Draws queries, keys and values, stores keys and values in every way of profiling.recipes.study, and attends to them in
 float64. The error is ||output - dense output|| / ||dense output||, the mean over draws, with its standard error. Data:
@@ -46,37 +46,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = args.out or folders.of_device(where.slug, args.commit_results) / "accuracy"
         command_line.folder_for(folder)
         settings = study.chosen_settings(args.head_dim, window=0)
+        of_run = {"size": f"{args.tokens} tokens", "seed": 0, "head_dim": args.head_dim}
+        of_run |= study.about(where, " ".join([COMMAND, *given]))
         rows = []
-        for number, setting in enumerate(settings, 1):
-            bits = round(study.bits_per_element(setting, args.head_dim), 3)
-            for data in DATA:
-                of_data = setting, data, args.tokens, args.head_dim
-                errors = [error(*of_data, seed, args.device) for seed in range(args.draws)]
-                found = torch.tensor(errors, dtype=torch.float64)
-                rows.append(
-                    {
-                        "setting": setting.name,
-                        "part": setting.part,
-                        "rule": setting.rule,
-                        "codec": setting.codec,
-                        "bits": bits,
-                        "size": f"T {args.tokens}",
-                        "task": data,
-                        "metric": "relative error",
-                        "value": float(found.mean()),
-                        "error": float(found.std() / len(found) ** 0.5),
-                        "samples": args.draws,
-                        "seed": 0,
-                        "head_dim": args.head_dim,
-                    }
-                    | study.about(where, " ".join([COMMAND, *given]))
-                )
-            if number % 10 == 0 or number == len(settings):
-                print_to_stderr(f"[{number}/{len(settings)}] {setting.name}: {rows[-len(DATA)]['value']:.4f}")
+        for data in DATA:
+            draws = [
+                errors(settings, data, args.tokens, args.head_dim, seed, args.device) for seed in range(args.draws)
+            ]
+            found = torch.tensor(draws, dtype=torch.float64)
+            for setting, value, deviation in zip(settings, found.mean(0).tolist(), found.std(0).tolist(), strict=True):
+                about = {"setting": setting.name, "part": setting.part, "rule": setting.rule, "codec": setting.codec}
+                about |= {"bits": round(study.bits_per_element(setting, args.head_dim), 3), "task": data}
+                of_value = {"metric": "relative error", "value": value, "error": deviation / args.draws**0.5}
+                rows.append(of_run | about | of_value | {"samples": args.draws})
+            print_to_stderr(f"{data}: {args.draws} draws, {len(settings)} ways to store them")
         path = folder / f"{NAME}.json"
         records.write(path, rows, study.OF_A_RUN)
-    except (ValueError, RuntimeError) as error_:
-        print(f"{COMMAND}: error: {error_}", file=sys.stderr)
+    except (ValueError, RuntimeError) as error:
+        print(f"{COMMAND}: error: {error}", file=sys.stderr)
         return 2
     print(study.table(rows, digits=4), f"wrote {path}", sep="\n")
     return 0
@@ -109,16 +96,18 @@ DATA = {
 }
 
 
-def error(setting: Setting, data: str, tokens: int, head_dim: int, seed: int, device: torch.device) -> float:
-    """Of one draw. Logits have a standard deviation of about 1 whatever the data."""
+def errors(
+    settings: Sequence[Setting], data: str, tokens: int, head_dim: int, seed: int, device: torch.device
+) -> list[float]:
+    """Of one draw, for each setting. Logits have a standard deviation of about 1 whatever the data."""
     generator = torch.Generator().manual_seed(seed)
     shape = (1, KV_HEADS, tokens, head_dim)
-    k, v = (DATA[data](shape, generator).half().double() for _ in range(2))
-    q = _gaussian((1, KV_HEADS, GROUP * QUERIES, head_dim), generator)
-    q = (q / (k.square().sum(3).mean().sqrt())).to(device)
-    exact = attend(q, k.to(device), v.to(device))
-    stored = attend(q, *(x.double() for x in store(setting, k.half().to(device), v.half().to(device))))
-    return float((stored - exact).norm() / exact.norm())
+    k, v = (DATA[data](shape, generator).half().to(device) for _ in range(2))
+    q = _gaussian((1, KV_HEADS, GROUP * QUERIES, head_dim), generator).to(device)
+    q = q / k.double().square().sum(3).mean().sqrt()
+    exact = attend(q, k.double(), v.double())
+    found = [attend(q, *(x.double() for x in store(setting, k.clone(), v.clone()))) for setting in settings]
+    return [float((stored - exact).norm() / exact.norm()) for stored in found]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -143,9 +132,9 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--device",
         type=command_line.device,
-        default="cpu",
+        default=command_line.default_device(),
         metavar="NAME",
-        help="cpu or cuda (default: %(default)s)",
+        help="cpu or cuda (default: cuda if there is one)",
     )
     size = command_line.positive_integer
     add("--tokens", type=size, default=4096, metavar="N", help="of a cache (default: %(default)s)")

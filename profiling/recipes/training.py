@@ -47,7 +47,7 @@ FULL = Size(
     kv_heads=2,
     head_dim=64,
     intermediate=1024,
-    tokens=1 << 14,
+    tokens=1 << 13,
     steps=8000,
 )
 SMALL = Size(
@@ -59,7 +59,7 @@ SMALL = Size(
     kv_heads=1,
     head_dim=64,
     intermediate=512,
-    tokens=1 << 14,
+    tokens=1 << 13,
     steps=8000,
     learning_rate=2e-3,
 )
