@@ -48,7 +48,7 @@ class Store:
                     + "; ".join(f"{name}: {earlier.get(name)!r} there, {identity.get(name)!r} now" for name in other)
                     + ": choose another --out"
                 )
-        self.rows: list[Row] = read_lines(folder / "rows.jsonl")
+        self.rows: list[Row] = _complete_lines(folder / "rows.jsonl")
 
     def has(self, setting: Setting, task: str) -> bool:
         return any(r["task"] == task and r["setting"] == setting.name for r in self.rows)
@@ -72,7 +72,7 @@ class Store:
         self._begin()
         path = self._folder / "predictions" / setting.name / suite / f"{task}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
-        known = [str(line["prediction"]) for line in read_lines(path)]
+        known = [str(line["prediction"]) for line in _complete_lines(path)]
         with path.open("a", encoding="utf-8") as file:
 
             def keep(index: int, prediction: str) -> None:
@@ -126,11 +126,13 @@ def table(rows: list[Row]) -> str:
 
 
 def read_lines(path: Path) -> list[Row]:
+    """Lines that were written whole."""
+    text = path.read_bytes() if path.exists() else b""
+    return [json.loads(line) for line in text[: text.rfind(b"\n") + 1].splitlines()]
+
+
+def _complete_lines(path: Path) -> list[Row]:
     """Lines that were written whole; a last one that an interruption cut is taken off the file."""
-    if not path.exists():
-        return []
-    text = path.read_bytes()
-    end = text.rfind(b"\n") + 1
-    if end < len(text):
-        os.truncate(path, end)
-    return [json.loads(line) for line in text[:end].splitlines()]
+    if path.exists():
+        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+    return read_lines(path)
