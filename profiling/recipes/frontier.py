@@ -1,7 +1,7 @@
 """Accuracy against bits an element of small trained models: every rule in every codec, beside dense caches of few bits.
 
     python -m profiling.recipes.frontier                      # a GPU: two sizes, three seeds, some minutes
-    python -m profiling.recipes.frontier --sizes quick --seeds 0 --seconds 300      # a CPU
+    python -m profiling.recipes.frontier --sizes tiny --seconds 200     # a CPU, some minutes a seed
 
 Trains a Llama-architecture model for each size and seed on recall, copying and hops (profiling.recipes.sequences), then
 stores its cache in every way of profiling.recipes.study: the context is prefilled, tokens older than the window are
@@ -36,7 +36,7 @@ except ImportError as error:
 
 COMMAND = "python -m profiling.recipes.frontier"
 NAME = "frontier"
-SIZES = {"small": "SMALL", "full": "FULL", "quick": "QUICK"}  # of profiling.recipes.training
+SIZES = {"small": "SMALL", "full": "FULL", "tiny": "TINY", "quick": "QUICK"}  # of profiling.recipes.training
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

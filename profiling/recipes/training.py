@@ -7,7 +7,7 @@ import random
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -76,6 +76,7 @@ QUICK = Size(
     steps=4000,
     learning_rate=3e-3,
 )
+TINY = replace(QUICK, head_dim=64)  # as quick, with the bits an element of a larger head
 
 
 def build(size: Size, seed: int) -> Any:

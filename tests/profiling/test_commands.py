@@ -90,7 +90,7 @@ WRONG = [
     ("profiling.recipes.associative_recall", "--sequences", "-4", "--sequences: '-4' is not a positive integer"),
     ("profiling.recipes.associative_recall", "--batch", "0", "--batch: '0' is not a positive integer"),
     ("profiling.recipes.associative_recall", *CPU, "--save", "{file}", "cannot make the folder"),
-    ("profiling.recipes.frontier", "--sizes", "tiny", "--sizes: 'tiny' is none of small, full, quick"),
+    ("profiling.recipes.frontier", "--sizes", "huge", "--sizes: 'huge' is none of small, full, tiny, quick"),
     ("profiling.recipes.frontier", "--seeds", "0,x", "--seeds: 'x' is not an integer"),
     ("profiling.recipes.frontier", *CPU, "--out", "{file}", "cannot make the folder"),
     ("profiling.recipes.language", "--seconds", "0", "--seconds: '0' is not a positive number"),
