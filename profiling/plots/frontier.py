@@ -95,6 +95,7 @@ def figure(rows: Sequence[Mapping[str, Any]]) -> Figure:
         best = frontier([(bits, max(least, lost)) for bits, lost, _ in (found[setting] for setting in looks)])
         axis.step(*zip(*best, strict=True), where="post", color=RED, linewidth=1, linestyle=":", label="frontier")
         axis.set_yscale("log", nonpositive="clip")
+        axis.set_ylim(bottom=max(axis.get_ylim()[0], least / 2))
         axis.set_xscale("log", base=2)
         axis.set_xticks([2, 3, 4, 6, 8, 16], ["2", "3", "4", "6", "8", "16"])
         axis.set_title(f"{size}: {task}")
