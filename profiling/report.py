@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from profiling import ROOT, folders, plots, readme, records, rows, tables
 from profiling.ceilings import DECODE_FILE, ceilings
@@ -26,6 +27,7 @@ SCALING = f"{scaling.NAME}*.json"
 SCALING_GENERATED = f"{scaling.NAME}-{GENERATED}"  # over several GPUs, so not beside those of one in the documentation
 LOAD = f"{load.NAME}*.json"
 ACCURACY = Path("accuracy", "accuracy.json")  # of profiling.recipes.associative_recall
+STUDIES = tuple(ACCURACY.with_name(f"{name}.json") for name in ("frontier", "language", "outputs"))  # of the recipes
 ACCURACY_PLOTS = ("accuracy", "frontier")
 DOCS = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 
@@ -145,7 +147,19 @@ def write_tables(folder: Path, target: Path) -> int:
         accuracy = records.read(folder / ACCURACY)
         records.write_csv(target / f"{ACCURACY.stem}.csv", accuracy)
         count += _write_table(recipe.markdown(accuracy), target / f"{ACCURACY.stem}.md")
+    for path in STUDIES:
+        if (folder / path).is_file():
+            from profiling.recipes import study
+
+            found = records.read(folder / path)
+            records.write_csv(target / f"{path.stem}.csv", found)
+            count += _write_table(study.table(found, 2 if path.stem == "frontier" else 4), target / f"{path.stem}.md")
     return count
+
+
+def study_rows(folder: Path) -> list[dict[str, Any]]:
+    """Of what is lost against bits: all studies' in a folder."""
+    return [row for path in STUDIES if (folder / path).is_file() for row in records.read(folder / path)]
 
 
 def _write_table(text: str, path: Path) -> int:
@@ -164,6 +178,8 @@ def _plots(folder: Path, target: Path, names: Sequence[str] = plots.NAMES) -> li
             )
         if names == plots.NAMES and (folder / ACCURACY).is_file():
             print(*(f"wrote {path}" for path in plots.draw_accuracy(records.read(folder / ACCURACY), target)), sep="\n")
+        if names == plots.NAMES and study_rows(folder):
+            print(f"wrote {plots.draw_frontier(study_rows(folder), target)}")
         if names == plots.NAMES and any(row.users for row in load_rows(folder)):
             print(f"wrote {plots.draw_load(load_rows(folder), target)}")
     except plots.PlotsError as error:
@@ -191,8 +207,10 @@ def _shown_plots(folder: Path, text: str) -> list[str]:
         if path.resolve().is_relative_to(ROOT) and path.resolve().relative_to(ROOT).as_posix() in text
     ]
     problems = _plots(folder, folder / "plots", [name for name in shown if name in plots.NAMES])
-    if set(shown) & set(ACCURACY_PLOTS) and not problems:
+    if "accuracy" in shown and not problems:
         plots.draw_accuracy(records.read(folder / ACCURACY), folder / ACCURACY.parent / "plots")
+    if "frontier" in shown and not problems:
+        plots.draw_frontier(study_rows(folder), folder / ACCURACY.parent / "plots")
     if load.NAME in shown and not problems:
         plots.draw_load(load_rows(folder), folder / "plots")
     return problems

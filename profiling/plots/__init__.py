@@ -44,18 +44,27 @@ def draw(
 
 
 def draw_accuracy(rows: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
-    """Writes accuracy.png of the rows of profiling.recipes.associative_recall, and frontier.png if rows have bits.
+    """Writes accuracy.png of the rows of profiling.recipes.associative_recall.
 
     Raises:
         PlotsError: matplotlib is missing.
     """
     with _matplotlib():
-        from profiling.plots import accuracy, frontier, style
+        from profiling.plots import accuracy, style
     with style.settings():
-        paths = [style.save(accuracy.figure(rows), folder, "accuracy")]
-        if any(row.get("bits") is not None for row in rows):
-            paths.append(style.save(frontier.figure(rows), folder, "frontier"))
-    return paths
+        return [style.save(accuracy.figure(rows), folder, "accuracy")]
+
+
+def draw_frontier(rows: Sequence[Mapping[str, Any]], folder: Path) -> Path:
+    """Writes frontier.png of the rows of profiling.recipes.frontier, .language and .outputs.
+
+    Raises:
+        PlotsError: matplotlib is missing.
+    """
+    with _matplotlib():
+        from profiling.plots import frontier, style
+    with style.settings():
+        return style.save(frontier.figure(rows), folder, "frontier", style.MAP_COLORS)
 
 
 def draw_load(rows: Sequence[Any], folder: Path) -> Path:

@@ -28,8 +28,8 @@ PARTS = {"keys": "keys only", "values": "values only", "both": "keys and values"
 
 
 def figure(rows: Sequence[Mapping[str, Any]]) -> Figure:
-    """rows: as profiling.recipes.associative_recall writes them; without narrow codecs and evicted tokens."""
-    rows = [row for row in rows if not row.get("codec") and not row.get("evicted")]
+    """rows: as profiling.recipes.associative_recall writes them; those without evicted tokens are drawn."""
+    rows = [row for row in rows if not row.get("evicted") and "," not in row["task"]]
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     drawn, axes = plt.subplots(
         len(tasks), len(PARTS), figsize=(11, 3.1 * len(tasks)), sharex=True, sharey=True, squeeze=False

@@ -82,10 +82,12 @@ def backend_style(backend: str, backends: list[str]) -> dict[str, str]:
     return {"color": _BACKEND_COLORS[i % len(_BACKEND_COLORS)], "marker": _MARKERS[i % len(_MARKERS)]}
 
 
-def shared_legend(figure: Figure, axes: list[Axes]) -> None:
-    """One legend below all panels, an entry for each label."""
+def shared_legend(figure: Figure, axes: list[Axes], columns: int | None = None) -> None:
+    """One legend below all panels, an entry for each label; in three columns a panel unless `columns` says how many."""
     entries = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-    figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=min(len(entries), 3 * len(axes)))
+    figure.legend(
+        entries.values(), entries.keys(), loc="outside lower center", ncols=min(len(entries), columns or 3 * len(axes))
+    )
 
 
 def save(figure: Figure, folder: Path, name: str, colors: int = COLORS) -> Path:

@@ -1,4 +1,4 @@
-"""Trains a small Llama-architecture model on associative recall and copying, and measures what pruning its cache costs.
+"""Trains a small Llama-architecture model on recall, copying and hops, and measures what pruning its cache costs.
 
     python -m profiling.recipes.associative_recall            # a GPU: four million parameters, two minutes
     python -m profiling.recipes.associative_recall --quick    # a CPU: a model of 80 000, a few minutes
@@ -6,9 +6,8 @@
 Rows (accuracy in percent of the tokens that follow from the context) go to build/profiling/<device>/accuracy/ as
 accuracy.json; with --commit-results, to profiling/results/<device>/accuracy/. python -m profiling.report makes the
 table, CSV and the plot of them. Every rule prunes keys, values or both: the context is prefilled, its tokens older than
-the window are pruned, and what follows is read 16 tokens at a time. Magnitude also in every narrow codec, with the bits
-an element that a cache of this head dim then takes, scales, orders and padding counted, and on what eviction of tokens
-with little attention leaves (H2O). Needs the extra `eval`.
+the window are pruned, and what follows is read 16 tokens at a time. Magnitude also on what eviction of tokens with
+little attention leaves (H2O). Narrow codecs: profiling.recipes.frontier. Needs the extra `eval`.
 """
 
 from __future__ import annotations
@@ -24,10 +23,8 @@ import torch
 from profiling import command_line, folders, records
 
 try:
-    import cute_kernels as ck
     from cute_kernels.eval import models, results
-    from cute_kernels.eval.rounding import CODECS
-    from cute_kernels.eval.settings import PARTS, Setting, grid, kept_elements
+    from cute_kernels.eval.settings import PARTS, Setting, grid
     from profiling.environment import Environment, environment
     from profiling.recipes import training
     from profiling.recipes.sequences import TASKS, Sequences, draw
@@ -42,6 +39,8 @@ RULES = ("magnitude", "output-aware", "channel-magnitude", "think", "random")
 SPARSITIES = (0.5, 0.7, 0.8, 0.9)
 EVICTED = (0.1, 0.25, 0.5)  # shares of the context
 CHUNK = 16
+BY_DISTANCE = ("recall",)  # tasks with rows of their own by how far back the answer was told, in halves of the context
+_QUARTERS = ("nearest quarter", "second quarter", "third quarter", "farthest quarter")
 COMMAND = "python -m profiling.recipes.associative_recall"
 NAME = "accuracy"
 # What all rows of a run have in common.
@@ -88,30 +87,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def chosen_settings() -> list[Setting]:
-    """Every rule, and magnitude in every codec, the unpruned cache among them, and on what eviction leaves."""
-    coded = grid(("magnitude",), ("both",), (0.0, *SPARSITIES), codecs=CODECS)
+    """Every rule, and magnitude on what eviction leaves."""
     evicted = grid(("magnitude",), ("both",), SPARSITIES, evictions=EVICTED)
-    return (
-        grid(RULES, PARTS, SPARSITIES)
-        + [setting for setting in coded if setting.codec]
-        + [setting for setting in evicted if setting.evicted]
-    )
-
-
-def bits_per_element(setting: Setting, head_dim: int) -> float:
-    """That keys and values take, all counted, where both are pruned alike: of Gaussian data. Without pruning those of a
-    dense cache in the same scales, a token's and one more of each channel."""
-    if setting.part == "none":
-        return _value_bits(setting.codec) + (16 / head_dim if setting.codec else 0)
-    keep = kept_elements(head_dim, setting.key_sparsity)
-    x = torch.randn(2, 1, 4, 4096, head_dim, generator=torch.Generator().manual_seed(0)).half()
-    pair = ck.compress_kv(x[0], x[1], keep=keep, codec=setting.codec or None)
-    return sum(kv.bits_per_element for kv in pair) / 2
-
-
-def _value_bits(codec: str) -> int:
-    """Of one value."""
-    return {"": 16, "fp8": 8, "int8": 8, "int4": 4}[codec]
+    return grid(RULES, PARTS, SPARSITIES) + [setting for setting in evicted if setting.evicted]
 
 
 def evaluate(
@@ -125,11 +103,11 @@ def evaluate(
     """A row a setting and task, on the same sequences for all settings."""
     models.prepare(model, settings, "pruned")
     generator = torch.Generator(model.device).manual_seed(args.seed + 1)
-    drawn = {task: draw(task, size.pairs, size.symbols, args.sequences, generator) for task in TASKS}
+    drawn = sequences_of_tasks(size, args.sequences, generator)
     about: Row = {
         "parameters": sum(p.numel() for p in model.parameters()),
         "head_dim": size.head_dim,
-        "context": drawn[TASKS[0]].context,
+        "context": drawn["recall"].context,
         "dtype": str(model.dtype).removeprefix("torch."),
         "training_steps": learnt["steps"],
         "seed": args.seed,
@@ -143,13 +121,10 @@ def evaluate(
     rows = []
     for number, setting in enumerate(settings, 1):
         measured = accuracies(model, setting, drawn, args.batch)
-        magnitude = setting.part == "both" and setting.rule == "magnitude"
-        has_bits = not setting.evicted and (setting.part == "none" or magnitude)
-        of_setting = about | {"bits": round(bits_per_element(setting, size.head_dim), 3) if has_bits else None}
-        rows += [results.row(setting, task, "accuracy %", *found) | of_setting for task, found in measured.items()]
+        rows += [results.row(setting, task, "accuracy %", *found) | about for task, found in measured.items()]
         training.print_to_stderr(
             f"[{number}/{len(settings)}] {setting.name}: "
-            + ", ".join(f"{r['task']} {r['value']:.2f} %" for r in rows[-2:])
+            + ", ".join(f"{task} {value:.2f} %" for task, (value, _) in measured.items())
         )
     return rows
 
@@ -164,10 +139,23 @@ def accuracies(model: Any, setting: Setting, drawn: dict[str, Sequences], batch:
     right = torch.cat([correct(model, make_cache, part, context, CHUNK) for part in ids.split(batch)])
     counted = [sequences.counted[:, context:] for sequences in drawn.values()]
     parts = right.split([len(mask) for mask in counted])
-    return {
-        task: (100 * part[mask].float().mean().item(), int(mask.sum()))
-        for task, part, mask in zip(drawn, parts, counted, strict=True)
-    }
+    found = {}
+    for (task, sequences), part, mask in zip(drawn.items(), parts, counted, strict=True):
+        together = part[mask].unflatten(0, (-1, sequences.together)).all(1)
+        found[task] = _percent(together)
+        if task in BY_DISTANCE:  # from next to it to twice the context
+            far = sequences.distances[:, context:][mask] // (context // 2)
+            for quarter in far.unique().tolist():
+                found[f"{task}, {_QUARTERS[quarter]}"] = _percent(together[far == quarter])
+    return found
+
+
+def _percent(right: torch.Tensor) -> tuple[float, int]:
+    return 100 * right.double().mean().item(), len(right)
+
+
+def sequences_of_tasks(size: training.Size, count: int, generator: torch.Generator) -> dict[str, Sequences]:
+    return {task: draw(task, size.pairs, size.symbols, count, generator) for task in TASKS}
 
 
 def write(rows: list[Row], folder: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Trains a small Llama-architecture model on recall and copying, from short sequences to long ones."""
+"""Trains a small Llama-architecture model on recall, copying and hops, from short sequences to long ones."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import random
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from profiling.recipes.sequences import TASKS, draw, vocabulary
+from profiling.recipes.steps import IGNORED, Steps
 
 SATISFIED = 0.95  # accuracy at which sequences get longer
 DONE = 0.998  # accuracy at full length, averaged, at which training ends
@@ -46,8 +47,21 @@ FULL = Size(
     kv_heads=2,
     head_dim=64,
     intermediate=1024,
-    tokens=1 << 15,
+    tokens=1 << 13,
     steps=8000,
+)
+SMALL = Size(
+    pairs=127,
+    symbols=512,
+    layers=2,
+    hidden=128,
+    heads=2,
+    kv_heads=1,
+    head_dim=64,
+    intermediate=512,
+    tokens=1 << 13,
+    steps=8000,
+    learning_rate=2e-3,
 )
 QUICK = Size(
     pairs=31,
@@ -62,6 +76,7 @@ QUICK = Size(
     steps=4000,
     learning_rate=3e-3,
 )
+TINY = replace(QUICK, head_dim=64)  # as quick, with the bits an element of a larger head
 
 
 def build(size: Size, seed: int) -> Any:
@@ -85,48 +100,47 @@ def build(size: Size, seed: int) -> Any:
     )
 
 
-def train(model: Any, size: Size, seed: int, seconds: float, say: Callable[[str], None]) -> dict[str, float]:
-    """Until the tasks are solved at full length, or size.steps or `seconds` are over. Returns what came of it."""
-    device = model.device
-    generator = torch.Generator(device).manual_seed(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=size.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARM_UP))
+def train(
+    model: Any, size: Size, seed: int, seconds: float, say: Callable[[str], None], graphs: bool = True
+) -> dict[str, float]:
+    """Until the tasks are solved at full length, or size.steps or `seconds` are over. Returns what came of it: `pairs`
+    is the length that was learnt, 0 if none was.
+
+    graphs: whether a GPU runs steps as CUDA graphs.
+    """
+    generator = torch.Generator(model.device).manual_seed(seed)
+    step_of = Steps(model, (0.9, 0.98), 0.01, graphs)
     model.train()
     rng = random.Random(seed)
-    pairs, average, start, step = min(4, size.pairs), 0.0, time.perf_counter(), 0
+    lengths, average, start, step, learnt = [min(4, size.pairs)], 0.0, time.perf_counter(), 0, 0
     for step in range(1, size.steps + 1):
         # Other lengths in between: what follows must be found by what is before it, not by how far away it is.
-        shown = pairs if step % 2 == 0 else rng.randint(1, pairs)
-        batch = max(2, size.tokens // (4 * shown + 2) // 2)
+        pairs = lengths[-1]
+        shown = pairs if step % 2 == 0 else rng.choice(lengths)
+        batch = max(2, size.tokens // (4 * shown + 2) // len(TASKS))
         drawn = [draw(task, shown, size.symbols, batch, generator) for task in TASKS]
         ids, counted = (torch.cat([getattr(d, name) for d in drawn]) for name in ("ids", "counted"))
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            hidden = model.model(ids[:, :-1]).last_hidden_state
-            logits = model.lm_head(hidden[counted[:, 1:]])
-        wanted = ids[:, 1:][counted[:, 1:]]
-        loss = torch.nn.functional.cross_entropy(logits.float(), wanted)
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
+        targets = torch.where(counted, ids, IGNORED)[:, drawn[0].context :]
+        loss, right = step_of(ids[:, :-1], targets, size.learning_rate * min(1.0, step / WARM_UP))
         if step % 10:
             continue
-        right = (logits.argmax(-1) == wanted).float().mean().item()
-        average = 0.8 * average + 0.2 * right
+        average = 0.8 * average + 0.2 * right.item()
         took = time.perf_counter() - start
         over = took > seconds
         if step % 200 == 0 or over:
             where = f"step {step} of {size.steps}, {took:.0f} of {seconds:g} s, {pairs} of {size.pairs} pairs"
             say(f"{where}: loss {loss.item():.4f}, right {average:.2%}")
+        if average > SATISFIED:
+            learnt = pairs
         if over or (pairs == size.pairs and average > DONE):
             break
         if average > SATISFIED and pairs < size.pairs:
-            pairs, average = min(size.pairs, math.ceil(pairs * LONGER)), 0.0
+            lengths.append(min(size.pairs, math.ceil(pairs * LONGER)))
+            average = 0.0
     model.eval()
     took = time.perf_counter() - start
-    say(f"trained {step} steps in {took:.0f} s: {pairs} of {size.pairs} pairs, right {average:.2%}")
-    return {"steps": step, "seconds": took, "pairs": pairs, "accuracy": average}
+    say(f"trained {step} steps in {took:.0f} s: learnt {learnt} of {size.pairs} pairs, right {average:.2%}")
+    return {"steps": step, "seconds": took, "pairs": learnt, "accuracy": average}
 
 
 def print_to_stderr(line: str) -> None:

@@ -72,7 +72,7 @@ def test_evictions():
         ({"value_sparsity": -1}, "value_sparsity must be from 0 to below 1"),
         ({"window": -1}, "window must be .* got -1"),
         ({"evicted": 1.0}, "evicted must be from 0 to below 1"),
-        ({"codec": "fp4"}, "codec must be one of fp8, int4, int8 or '', got 'fp4'"),
+        ({"codec": "fp4"}, "codec must be one of fp8, int4, int8, e4m3, .* or '', got 'fp4'"),
     ],
     ids=str,
 )

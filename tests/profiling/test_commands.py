@@ -21,7 +21,8 @@ COMMANDS = sorted(
     for path in FOLDER.rglob("*.py")
     if "\nif __name__ ==" in path.read_text(encoding="utf-8")
 )
-NEED_TRANSFORMERS = ("profiling.recipes.associative_recall", "cute_kernels.eval")
+RECIPES = tuple(f"profiling.recipes.{name}" for name in ("associative_recall", "frontier", "language", "outputs"))
+NEED_TRANSFORMERS = (*RECIPES, "cute_kernels.eval")
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 
 
@@ -89,6 +90,13 @@ WRONG = [
     ("profiling.recipes.associative_recall", "--sequences", "-4", "--sequences: '-4' is not a positive integer"),
     ("profiling.recipes.associative_recall", "--batch", "0", "--batch: '0' is not a positive integer"),
     ("profiling.recipes.associative_recall", *CPU, "--save", "{file}", "cannot make the folder"),
+    ("profiling.recipes.frontier", "--sizes", "huge", "--sizes: 'huge' is none of small, full, tiny, quick"),
+    ("profiling.recipes.frontier", "--seeds", "0,x", "--seeds: 'x' is not an integer"),
+    ("profiling.recipes.frontier", *CPU, "--out", "{file}", "cannot make the folder"),
+    ("profiling.recipes.language", "--seconds", "0", "--seconds: '0' is not a positive number"),
+    ("profiling.recipes.language", "--documents", "0", "--documents: '0' is not a positive integer"),
+    ("profiling.recipes.outputs", "--tokens", "x", "--tokens: 'x' is not a positive integer"),
+    ("profiling.recipes.outputs", "--out", "{file}", "cannot make the folder"),
     ("profiling.scaling", "--gpus", "0", "--gpus: '0' is not a positive integer"),
     ("profiling.scaling", "--query-heads", "3", "--query-heads: must be a multiple of --kv-heads 8, got 3"),
     ("profiling.scaling", "--plot", "a.svg", "--plot: must end in .png, got a.svg"),
@@ -145,7 +153,7 @@ def test_wrong_arguments(command, arguments, message, tmp_path):
         ("profiling.ragged", []),
         ("profiling.ragged", ["--device", "cuda"]),
         ("profiling.host_cost", []),
-        ("profiling.recipes.associative_recall", ["--device", "cuda"]),
+        *((recipe, ["--device", "cuda"]) for recipe in RECIPES),
         ("profiling.ab", [profiling.ROOT, "--device", "cuda"]),
         ("profiling.generate", ["--device", "cuda"]),
         ("profiling.sweep", [*SWEEP, "--ncu"]),

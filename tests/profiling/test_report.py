@@ -173,7 +173,8 @@ def test_report_writes_tables(tmp_path, capsys, h200):
     assert report.main(["--no-plots", "--out", str(tmp_path)]) == 0
     assert f"wrote {tmp_path / 'nvidia-h200' / 'sweep.md'}" in capsys.readouterr().out
     written = {path.name for path in (tmp_path / "nvidia-h200").iterdir()}
-    names = {path.stem for path in RESULTS.glob("nvidia-h200/*.json")} - {"decode"} | {"accuracy"}
+    names = {path.stem for path in RESULTS.glob("nvidia-h200/*.json")} - {"decode"}
+    names |= {path.stem for path in RESULTS.glob("nvidia-h200/accuracy/*.json")}
     assert written == {f"{name}.{suffix}" for name in names for suffix in ("csv", "md")}
     with (tmp_path / "nvidia-h200" / "sweep.csv").open(newline="", encoding="utf-8") as file:
         table = list(csv.DictReader(file))

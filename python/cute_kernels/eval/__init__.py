@@ -7,6 +7,7 @@ prefilled densely, then every token older than the local window is pruned, and w
 | --- | --- |
 | `settings` | what is pruned, by which rule, how much |
 | `rounding` | what a narrow codec makes of it |
+| `baselines` | what dense caches of few bits make of it: FP8, KIVI, NVFP4 |
 | `pruned_cache` | a Transformers cache, dense in memory, whose older tokens are pruned |
 | `models` | local model folders, and the cache that a setting asks for |
 | `decoding` | prefill, then read the pruned cache: log-likelihoods and greedy answers |

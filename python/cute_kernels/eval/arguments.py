@@ -12,6 +12,7 @@ import torch
 from cute_kernels import rules
 from cute_kernels._runtime import checks
 from cute_kernels.eval import models
+from cute_kernels.eval.baselines import BASELINES
 from cute_kernels.eval.rounding import CODECS
 from cute_kernels.eval.settings import PARTS, WINDOW
 
@@ -102,7 +103,8 @@ def _pruning(add: Callable[..., object]) -> None:
         type=_list(_codec),
         default="own",
         metavar="LIST",
-        help=f"how what leaves the window is stored: own (as it is), {', '.join(CODECS)} (default: %(default)s)",
+        help=f"how what leaves the window is stored: own (as it is), {', '.join(CODECS)}; dense caches to compare "
+        f"with: {', '.join(BASELINES)} (default: %(default)s)",
     )
     add(
         "--window",
@@ -203,7 +205,7 @@ def _rules(text: str) -> str:
 
 def _codec(text: str) -> str:
     """As `Setting` takes it."""
-    return "" if text == "own" else _one_of(CODECS)(text)
+    return "" if text == "own" else _one_of((*CODECS, *BASELINES))(text)
 
 
 def _shares(text: str) -> float | tuple[float, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,9 +46,41 @@ def answer(model: Any, make_cache: CacheMaker, context: Tensor, question: Tensor
     return torch.cat(tokens, dim=1)
 
 
-def _predictions(model: Any, cache: Any, ids: Tensor, prefill: int, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """(what is predicted for them (B, m, vocabulary), ids (B, m)) for all of ids[:, prefill:], chunk by chunk."""
-    previous, first = _forward(model, ids[:, :prefill], cache, 0, last_only=True), prefill
+@dataclass(frozen=True)
+class Prefilled:
+    """A dense prefill, for caches that differ only in what they make of it. layers: keys and values (B, Hkv, T, D).
+    logits: (B, 1, vocabulary), of what follows."""
+
+    layers: list[tuple[Tensor, Tensor]]
+    logits: Tensor
+
+    @property
+    def tokens(self) -> int:
+        return self.layers[0][0].shape[2]
+
+
+@torch.inference_mode()
+def prefilled(model: Any, ids: Tensor) -> Prefilled:
+    """ids: (B, T)."""
+    from transformers.cache_utils import DynamicCache
+
+    cache = DynamicCache(config=model.config)
+    logits = _forward(model, ids, cache, 0, last_only=True)
+    return Prefilled([(layer.keys, layer.values) for layer in cache.layers], logits)
+
+
+def _predictions(
+    model: Any, cache: Any, ids: Tensor, prefill: int, chunk: int, known: Prefilled | None = None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """(what is predicted for them (B, m, vocabulary), ids (B, m)) for all of ids[:, prefill:], chunk by chunk. known:
+    the prefill, if it was done before; not for rules that want its queries."""
+    if known is None:
+        previous = _forward(model, ids[:, :prefill], cache, 0, last_only=True)
+    else:
+        previous = known.logits
+        for layer, (keys, values) in zip(cache.layers, known.layers):
+            layer.update(keys.clone(), values.clone())
+    first = prefill
     for part in ids[:, prefill:].split(chunk, dim=1):
         logits = torch.cat([previous, _forward(model, part, cache, first, last_only=False)], dim=1)
         previous, first = logits[:, -1:], first + part.shape[1]
@@ -60,11 +93,20 @@ def negative_log_likelihood(model: Any, make_cache: CacheMaker, ids: Tensor, pre
 
     ids[:prefill] are prefilled densely, the rest is read `chunk` tokens at a time; in between tokens leave the window.
     """
-    losses = [
-        torch.nn.functional.cross_entropy(logits[0], part[0], reduction="sum")
-        for logits, part in _predictions(model, make_cache(), ids[None], prefill, chunk)
+    return float(losses(model, make_cache, ids[None], prefill, chunk).double().sum())
+
+
+@torch.inference_mode()
+def losses(
+    model: Any, make_cache: CacheMaker, ids: Tensor, prefill: int, chunk: int, known: Prefilled | None = None
+) -> Tensor:
+    """Negative log-likelihood of each of ids[:, prefill:], float32 (B, n - prefill). ids: (B, n); read as above. known:
+    the prefill, if it was done before; not for rules that want its queries."""
+    of_parts = [
+        torch.nn.functional.cross_entropy(logits.transpose(1, 2), part, reduction="none")
+        for logits, part in _predictions(model, make_cache(), ids, prefill, chunk, known)
     ]
-    return float(torch.stack(losses).double().sum())
+    return torch.cat(of_parts, dim=1)
 
 
 @torch.inference_mode()

@@ -12,6 +12,7 @@ import torch
 from cute_kernels import rules
 from cute_kernels._runtime import checks
 from cute_kernels._runtime.extension import _C
+from cute_kernels.eval.baselines import BASELINES
 from cute_kernels.eval.settings import Setting, kept_elements
 
 CACHES = ("pruned", "sparse")
@@ -62,6 +63,8 @@ def check(settings: Sequence[Setting], cache: str) -> None:
     for setting in settings if cache == "sparse" else ():
         if setting.evicted:
             raise ValueError("--cache sparse evicts no tokens: take --cache pruned, or SparseKVCache.from_cache")
+        if setting.codec in BASELINES:
+            raise ValueError(f"--cache sparse does not store codec {setting.codec!r}: take --cache pruned")
         if setting.is_dense:
             continue
         for name in [name for name, sparsity in map(setting.rule_of, ("key", "value")) if sparsity]:

@@ -19,6 +19,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from cute_kernels import rules
+from cute_kernels.eval.baselines import BASELINES, head_scale, quantised
 from cute_kernels.eval.rounding import channel_scales, rounded
 from cute_kernels.eval.settings import Setting, kept_elements
 
@@ -37,12 +38,14 @@ class PrunedLayer(DynamicLayer):
         self._random = {"key": rules.Random(2 * seed), "value": rules.Random(2 * seed + 1)}
         self._pruned = 0
         self._evicts = setting.evicted > 0  # until the first pass
-        self._scales: dict[str, Tensor] = {}  # of channels, by role, once chosen
+        self._scales: dict[str, Tensor] = {}  # of channels, or a baseline's of heads, by role, once chosen
         self._queries: Tensor | None = None
         self._scale: float | None = None
         pruned_roles = [role for role in ("key", "value") if setting.rule_of(role)[1]]
         self._wants_queries = any(rules.needs(setting.rule_of(role)[0], role) for role in pruned_roles)
         groups = [rules.RULES[setting.rule_of(role)[0]].group for role in pruned_roles]
+        if setting.codec in BASELINES:
+            groups.append(BASELINES[setting.codec].tokens)
         self._together = math.lcm(setting.granularity, *groups)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -89,16 +92,18 @@ class PrunedLayer(DynamicLayer):
         if end <= self._pruned or self._setting.is_dense:
             return
         assert self.keys is not None and self.values is not None
-        old = slice(self._pruned, end)
+        old, codec = slice(self._pruned, end), self._setting.codec
         made = {role: self._rule(role, old) for role in ("key", "value") if self._setting.rule_of(role)[1]}
         for role, cache in (("key", self.keys), ("value", self.values)):
-            if self._setting.codec and self._pruned == 0:
-                self._scales[role] = channel_scales(cache[:, :, old])
+            if codec and self._pruned == 0:
+                self._scales[role] = (head_scale if codec in BASELINES else channel_scales)(cache[:, :, old])
             if role in made:
                 kept = kept_elements(cache.shape[3], self._setting.rule_of(role)[1])
                 cache[:, :, old] = made[role].prune(cache[:, :, old], kept, role)
-            if self._setting.codec:
-                cache[:, :, old] = rounded(cache[:, :, old], self._setting.codec, self._scales[role])
+            if codec in BASELINES:
+                cache[:, :, old] = quantised(cache[:, :, old], codec, role, self._scales[role])
+            elif codec:
+                cache[:, :, old] = rounded(cache[:, :, old], codec, self._scales[role])
         self._pruned = end
 
     def _rule(self, role: str, old: slice) -> rules.Rule:

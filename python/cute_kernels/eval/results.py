@@ -48,7 +48,7 @@ class Store:
                     + "; ".join(f"{name}: {earlier.get(name)!r} there, {identity.get(name)!r} now" for name in other)
                     + ": choose another --out"
                 )
-        self.rows: list[Row] = [dict(line) for line in _complete_lines(folder / "rows.jsonl")]
+        self.rows: list[Row] = _complete_lines(folder / "rows.jsonl")
 
     def has(self, setting: Setting, task: str) -> bool:
         return any(r["task"] == task and r["setting"] == setting.name for r in self.rows)
@@ -125,12 +125,14 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def read_lines(path: Path) -> list[Row]:
+    """Lines that were written whole."""
+    text = path.read_bytes() if path.exists() else b""
+    return [json.loads(line) for line in text[: text.rfind(b"\n") + 1].splitlines()]
+
+
 def _complete_lines(path: Path) -> list[Row]:
     """Lines that were written whole; a last one that an interruption cut is taken off the file."""
-    if not path.exists():
-        return []
-    text = path.read_bytes()
-    end = text.rfind(b"\n") + 1
-    if end < len(text):
-        os.truncate(path, end)
-    return [json.loads(line) for line in text[:end].splitlines()]
+    if path.exists():
+        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+    return read_lines(path)

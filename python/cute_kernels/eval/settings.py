@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from cute_kernels import rules
 from cute_kernels._runtime.extension import SCALED_CODECS
+from cute_kernels.eval.baselines import BASELINES
 
 WINDOW = 32  # as in arXiv 2505.22913
 PARTS = ("keys", "values", "both")
@@ -31,7 +32,7 @@ class Setting:
     0 leaves that cache dense. window: how many of the newest tokens stay dense at least. granularity: tokens leave the
     window so many at a time, or as many as the rules want together if that is more. evicted: share of a prompt's tokens
     that are taken out before, those of least attention, as in H2O (arXiv 2306.14048). codec: how both caches are stored
-    behind the window, "fp8", "int8" or "int4"; "": as they are.
+    behind the window, "fp8", "int8" or "int4"; "": as they are. A name from `baselines` goes without pruning.
     """
 
     key_rule: str = "magnitude"
@@ -53,8 +54,11 @@ class Setting:
         for name in ("key_sparsity", "value_sparsity", "evicted"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be from 0 to below 1, got {getattr(self, name)}")
-        if self.codec and self.codec not in SCALED_CODECS:
-            raise ValueError(f"codec must be one of {', '.join(sorted(SCALED_CODECS))} or '', got {self.codec!r}")
+        if self.codec and self.codec not in SCALED_CODECS and self.codec not in BASELINES:
+            names = ", ".join((*sorted(SCALED_CODECS), *BASELINES))
+            raise ValueError(f"codec must be one of {names} or '', got {self.codec!r}")
+        if self.codec in BASELINES and (self.key_sparsity or self.value_sparsity):
+            raise ValueError(f"codec {self.codec!r} is that of a dense cache: nothing is pruned with it")
         if self.window < 0 or self.granularity < 1:
             raise ValueError(f"window must be >= 0 and granularity >= 1, got {self.window} and {self.granularity}")
 
@@ -113,10 +117,13 @@ def grid(
 
     rule_names: of `cute_kernels.rules`; "think" prunes keys by ThinK and values by ThinV; KEYS+VALUES names two rules.
     parts: of "keys", "values" and "both". sparsities: each for keys and values alike, or (keys', values'). evictions:
-    shares of tokens. codecs: as in `Setting`. Raises ValueError for a name that is unknown.
+    shares of tokens. codecs: as in `Setting`; of `baselines` come once, without pruning. Raises ValueError for a name
+    that is unknown.
     """
     both = {"window": window, "granularity": granularity}
     settings = [Setting(**both), *(Setting(**both, evicted=share) for share in evictions)]
+    settings += [Setting(**both, codec=codec) for codec in codecs if codec in BASELINES]
+    codecs = [codec for codec in codecs if codec not in BASELINES]
     for evicted, rule_name in itertools.product(evictions, rule_names):
         key_rule, _, value_rule = rule_name.partition("+")
         if not value_rule:
