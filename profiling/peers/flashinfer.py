@@ -88,7 +88,7 @@ def _workspace(inputs: InputSet) -> Tensor:
 
 def _page_table(case: Case, inputs: InputSet) -> tuple[Tensor, Tensor, Tensor]:
     """First pages of the sequences, their pages, and how many tokens the last one has."""
-    batch, pages = case.load.shape.batch, case.load.shape.tokens // PAGE
+    batch, pages = case.load.shape.batch, inputs.dense.shape[2] // PAGE
     kind = {"dtype": torch.int32, "device": inputs.dense.device}
     return (
         torch.arange(batch + 1, **kind) * pages,
