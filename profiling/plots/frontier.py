@@ -10,6 +10,7 @@ import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
 from profiling.plots.style import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, shared_legend
+from profiling.recipes.full_length import of_full_length
 
 COLUMNS = 4
 CODECS = {"": (GREY, "16 bits"), "fp8": (BLUE, "fp8"), "int8": (GREEN, "int8"), "int4": (ORANGE, "int4")}
@@ -48,7 +49,8 @@ def points(rows: Sequence[Mapping[str, Any]]) -> dict[str, Point]:
         if len(lost) > 1:
             error = math.sqrt(sum((x - mean) ** 2 for x in lost) / (len(lost) - 1) / len(lost))
         else:
-            error = of_setting[0].get("over_error") or of_setting[0].get("error") or 0.0
+            own = (of_setting[0].get(name) for name in ("over_error", "error"))
+            error = next((x for x in own if x is not None), 0.0)  # 0 of the cache that others are compared with
         found[setting] = (of_setting[0]["bits"], mean, error)
     return found
 
@@ -74,7 +76,7 @@ def series(rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, dict[str, 
 
 def figure(rows: Sequence[Mapping[str, Any]]) -> Figure:
     """rows: as profiling.recipes.frontier, .language and .outputs write them."""
-    rows = [row for row in rows if "," not in row["task"]]  # recall by distance is part of recall
+    rows = of_full_length(row for row in rows if "," not in row["task"])  # recall by distance is part of recall
     panels = list(dict.fromkeys((row["size"], row["task"]) for row in rows))
     columns = min(COLUMNS, len(panels))
     drawn, axes = plt.subplots(

@@ -15,6 +15,7 @@ from cute_kernels.eval.baselines import BASELINES
 from cute_kernels.eval.settings import Setting, grid, kept_elements
 from profiling import records
 from profiling.environment import Environment
+from profiling.recipes.full_length import of_full_length
 
 STORED = ("", "int4", "fp8", "int8")  # codecs of the package; "": 16 bits
 SPARSITIES = {  # by rule, for keys, values and both
@@ -95,7 +96,9 @@ def gather(folder: Path, pattern: str, path: Path) -> list[Row]:
 
 
 def table(rows: Sequence[Row], digits: int = 2) -> str:
-    """Markdown: a line a setting with its bits, a column a size and task: the mean over seeds, its standard error."""
+    """Markdown: a line a setting with its bits, a column a size and task: the mean over seeds that learnt the full
+    length, its standard error."""
+    rows = of_full_length(rows)
     columns = list(dict.fromkeys((row["size"], row["task"]) for row in rows))
     bits = {row["setting"]: row["bits"] for row in rows}
     lines = [

@@ -15,6 +15,7 @@ from cute_kernels.eval import models
 from cute_kernels.eval.settings import DENSE, Setting
 from profiling import plots, records
 from profiling.recipes import corpus, frontier, language, outputs, study, training
+from profiling.recipes.full_length import of_full_length
 from tests.support import oracle
 
 
@@ -55,6 +56,15 @@ def test_means():
     rows = [{"value": value, "error": 0.5} for value in (1.0, 2.0, 6.0)]
     assert study.mean(rows) == (3.0, pytest.approx(math.sqrt(7 / 3)))
     assert study.mean(rows[:1]) == (1.0, 0.5) and math.isnan(study.mean([])[0])
+
+
+def test_means_are_of_the_longest_context():
+    row = {"size": "small", "task": "hops", "setting": "dense", "bits": 16.0, "value": 60.0, "context": 256}
+    shorter, other = row | {"value": 90.0, "context": 56}, row | {"size": "full", "value": 80.0, "context": 56}
+    without = {key: value for key, value in row.items() if key != "context"} | {"task": "gaussian", "value": 1.0}
+    rows = [shorter, row, other, without]
+    assert of_full_length(rows) == rows[1:]
+    assert "| dense | 16.00 | 60.00 ± 0.00 | 80.00 ± 0.00 | 1.00 ± 0.00 |" in study.table(rows)
 
 
 # ---- Models of recall ------------------------------------------------------------------------------------------------
@@ -214,3 +224,4 @@ def test_the_frontier():
     assert points([row | {"value": 99.0}, row | {"value": 97.0}]) == {"a": (4.0, 2.0, 1.0)}
     text = {"setting": "b", "metric": "bits a byte", "bits": 3.0, "value": 2.0, "error": 1.0}
     assert points([text | {"over": 0.1, "over_error": 0.2}]) == {"b": (3.0, 0.1, 0.2)}
+    assert points([text | {"over": 0.0, "over_error": 0.0}]) == {"b": (3.0, 0.0, 0.0)}
