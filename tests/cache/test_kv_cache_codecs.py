@@ -18,11 +18,15 @@ TILE = 64
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 
-def stored(x: torch.Tensor, keep: int | None, codec: str, window: int) -> torch.Tensor:
-    """(Hkv, T, D) as a cache holds it, float64: scales of channels are those of the first tile."""
+def stored(
+    x: torch.Tensor, keep: int | None, codec: str, window: int, first: torch.Tensor | None = None
+) -> torch.Tensor:
+    """(Hkv, T, D) as a cache holds it, float64. Scales of channels are those of the tile `first`, else of its own."""
     compressed = max(0, (x.shape[1] - window) // TILE) * TILE
     if codec in NARROW:
-        tiles = oracle.narrow(x[None, :, :compressed], keep, codec, TILE)[0]
+        first = x[:, :TILE] if first is None else first
+        chosen = torch.cat([first, x[:, :compressed]], dim=1)
+        tiles = oracle.narrow(chosen[None], keep, codec, first.shape[1])[0][:, first.shape[1] :]
     else:
         tiles = oracle.prune(x[:, :compressed], keep).double()
     return torch.cat([tiles, x[:, compressed:].double()], dim=1)
@@ -123,9 +127,10 @@ def test_cut_back_and_filled_again(device, codec, rng):
     full = kept // TILE * TILE
     for now, then, x in zip(cache.dense(0), before, (k, v)):
         assert oracle.same_bits(now[:, :full].contiguous(), then[:, :full].contiguous())
-        error = oracle.relative_error(now[:, kept:].cpu(), oracle.prune(x[0].cpu(), 12).double())
-        # Scales are those of a first tile, beyond which a channel's largest values saturate.
-        assert error < {"fp8": 0.05, "int8": 0.03, "int4": 0.2}[codec]
+        held = torch.cat([then[:, :kept], x[0]], dim=1).cpu()
+        first = (x[0] if full else held)[:, :TILE].cpu()
+        exact = oracle.to_dtype(stored(held, 12, codec, 0, first), cache.dtype)
+        assert oracle.same_bits(now[:, full:].cpu().contiguous(), exact[:, full:].contiguous())
 
 
 @pytest.mark.parametrize("codec", NARROW)
