@@ -113,7 +113,7 @@ def choose_orders(pool: Pool, k: Tensor, v: Tensor) -> None:
         ):
             _, counts, _ = steps.select(kernels, x, keep, stream)
             counts = counts.view(x.shape[0], *order.shape).sum(0, dtype=torch.int32)
-            steps.deal(kernels, counts, pool.head_dim, None, order, None, stream)
+            steps.deal(kernels, counts, pool.head_dim, order, stream)
             if scales is not None:
                 tokens = x.transpose(0, 1).flatten(1, 2)[None]
                 by_channel = steps.channel_scales(kernels, tokens, stream)

@@ -85,10 +85,11 @@ def _plan(kernels: Kernels, caches: list[Cache], totals: Tensor, stream: int) ->
         written = cache_totals if cache.codec in SCALED_CODECS else None
         masks, count, scales = steps.select(kernels, cache.x, cache.kept, stream, cache.codec, written)
         counts.append(count)
-        channel_scale = None
+        channel_scale = by_channel = None
         if scales is not None:
+            by_channel = scales.by_channel
             channel_scale = torch.empty_like(channel_order, dtype=torch.bfloat16) if out is None else out.channel_scale
-        steps.deal(kernels, count, head_dim, scales, channel_order, channel_scale, stream)
+        steps.deal(kernels, count, head_dim, channel_order, stream, by_channel, channel_scale)
         parts.append(_Parts(masks, scales, row_offsets, token_order, channel_order, channel_scale, cache_totals))
     first, second = parts[0], parts[1] if len(parts) > 1 else None
     kernels.module.balance(

@@ -93,17 +93,14 @@ class Scales:
     by_token: Tensor
 
 
-def _empty_scales(x: Tensor) -> Scales:
-    batch, kv_heads, tokens, head_dim = x.shape
-    heads = batch * kv_heads
-    by_channel = torch.empty(heads, _C.format.padded_head_dim(head_dim), dtype=torch.bfloat16, device=x.device)
-    tile_tokens = heads * tiles_per_head(tokens) * _C.format.TILE_TOKENS
-    return Scales(by_channel, torch.empty(tile_tokens, dtype=torch.bfloat16, device=x.device))
+def _empty_scales(x: Tensor, *shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16, device=x.device)
 
 
 def channel_scales(kernels: Kernels, x: Tensor, stream: int) -> Tensor:
     """Those of `Scales.by_channel`."""
-    by_channel = _empty_scales(x[:, :, :0]).by_channel
+    batch, kv_heads, _, head_dim = x.shape
+    by_channel = _empty_scales(x, batch * kv_heads, _C.format.padded_head_dim(head_dim))
     operand = address(x), x.stride()[:3], *x.shape, DTYPE_CODES[x.dtype]
     refused = (0,) if kernels.device.type == "cuda" else ()
     kernels.module.channel_scales(*operand, address(by_channel), *refused, stream)
@@ -122,7 +119,10 @@ def select(
     heads, tile_words = batch * kv_heads, _C.format.TILE_TOKENS * padded // 32
     masks = torch.empty(heads * tiles_per_head(tokens) * tile_words, dtype=torch.int32, device=x.device)
     counts = torch.empty(heads, padded, dtype=torch.int32, device=x.device)
-    scales = None if totals is None else _empty_scales(x)
+    scales = None
+    if totals is not None:
+        tile_tokens = heads * tiles_per_head(tokens) * _C.format.TILE_TOKENS
+        scales = Scales(_empty_scales(x, heads, padded), _empty_scales(x, tile_tokens))
     operand = address(x), x.stride()[:3], *x.shape, DTYPE_CODES[x.dtype]
     if kernels.device.type == "cuda":
         of_scales = _no_scales(kernels)
@@ -144,19 +144,19 @@ def deal(
     kernels: Kernels,
     counts: Tensor,
     head_dim: int,
-    scales: Scales | None,
     channel_order: Tensor,
-    channel_scale: Tensor | None,
     stream: int,
+    by_channel: Tensor | None = None,
+    channel_scale: Tensor | None = None,
 ) -> None:
     """Channel order: channels, densest first, dealt to the classes (position mod 8), back and forth.
 
     A channel's class decides which value streams it adds to: dealing by density makes the streams about equally long.
-    channel_scale, where there are scales: those of channels in that order.
+    channel_scale: takes the scales `by_channel` in that order.
     """
     heads, channels = counts.shape
     if kernels.device.type == "cuda":
-        from_scale = 0 if scales is None else address(scales.by_channel)
+        from_scale = 0 if by_channel is None else address(by_channel)
         to_scale = 0 if channel_scale is None else address(channel_scale)
         kernels.module.deal(address(counts), heads, head_dim, address(channel_order), from_scale, to_scale, stream)
         return
@@ -165,9 +165,8 @@ def deal(
     rounds = densest_first.view(heads, channels // (2 * classes), 2, classes)
     back_and_forth = torch.stack([rounds[:, :, 0], rounds[:, :, 1].flip(-1)], dim=2)
     channel_order.copy_(back_and_forth.view(channel_order.shape))
-    if scales is not None and channel_scale is not None:
-        by_channel = scales.by_channel.view(channel_order.shape)
-        torch.gather(by_channel, -1, channel_order.long(), out=channel_scale)
+    if by_channel is not None and channel_scale is not None:
+        torch.gather(by_channel.view(channel_order.shape), -1, channel_order.long(), out=channel_scale)
 
 
 def offsets(
