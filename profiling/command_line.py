@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -57,6 +59,23 @@ def device(text: str) -> torch.device:
 
 def default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """--device, a torch.device."""
+    parser.add_argument(
+        "--device",
+        type=device,
+        default=default_device(),
+        metavar="NAME",
+        help="cpu or cuda (default: cuda if there is one)",
+    )
+
+
+def exit_unbuilt(module: str, error: ImportError) -> NoReturn:
+    """Ends a command whose imports failed, as they do before the extension is built."""
+    print(f"python -m {module}: {error}\nBuild cute_kernels first: make build", file=sys.stderr)
+    sys.exit(2)
 
 
 def check_backend(parser: argparse.ArgumentParser, name: str, target: torch.device) -> None:

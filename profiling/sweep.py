@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from profiling import folders, options
-from profiling.command_line import folder_for
+from profiling.command_line import exit_unbuilt, folder_for
 
 try:
     import cute_kernels as ck
@@ -21,8 +21,7 @@ try:
     from profiling.counters import collect
     from profiling.run import Run
 except ImportError as error:
-    print(f"python -m profiling.sweep: {error}\nBuild cute_kernels first: make build", file=sys.stderr)
-    sys.exit(2)
+    exit_unbuilt("profiling.sweep", error)
 
 EXIT_OK, EXIT_FAILED, EXIT_NOTHING, EXIT_INTERRUPTED = 0, 1, 2, 130
 

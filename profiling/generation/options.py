@@ -111,13 +111,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help=f"newest tokens kept dense (default: {WINDOW})",
     )
     add("--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="of the model (default: %(default)s)")
-    add(
-        "--device",
-        type=command_line.device,
-        default=command_line.default_device(),
-        metavar="NAME",
-        help="cpu or cuda (default: cuda if there is one)",
-    )
+    command_line.add_device(parser)
     add(
         "--repeats",
         type=positive_integer,

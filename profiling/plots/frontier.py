@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
 from profiling.plots.style import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, shared_legend
-from profiling.recipes.full_length import of_full_length
+from profiling.recipes.means import mean, of_full_length
 
 COLUMNS = 4
 CODECS = {"": (GREY, "16 bits"), "fp8": (BLUE, "fp8"), "int8": (GREEN, "int8"), "int4": (ORANGE, "int4")}
@@ -44,14 +43,11 @@ def points(rows: Sequence[Mapping[str, Any]]) -> dict[str, Point]:
     found: dict[str, Point] = {}
     for setting in dict.fromkeys(row["setting"] for row in rows):
         of_setting = [row for row in rows if row["setting"] == setting]
-        lost = [METRICS[row["metric"]][1](row) for row in of_setting]
-        mean = sum(lost) / len(lost)
-        if len(lost) > 1:
-            error = math.sqrt(sum((x - mean) ** 2 for x in lost) / (len(lost) - 1) / len(lost))
-        else:
+        lost, error = mean([METRICS[row["metric"]][1](row) for row in of_setting])
+        if len(of_setting) == 1:
             own = (of_setting[0].get(name) for name in ("over_error", "error"))
             error = next((x for x in own if x is not None), 0.0)  # 0 of the cache that others are compared with
-        found[setting] = (of_setting[0]["bits"], mean, error)
+        found[setting] = (of_setting[0]["bits"], lost, error)
     return found
 
 

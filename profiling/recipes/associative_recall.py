@@ -20,20 +20,16 @@ from typing import Any
 
 import torch
 
-from profiling import command_line, folders, records
+from profiling import command_line, records
 
 try:
     from cute_kernels.eval import models, results
     from cute_kernels.eval.settings import PARTS, Setting, grid
     from profiling.environment import Environment, environment
-    from profiling.recipes import training
+    from profiling.recipes import options, study, training
     from profiling.recipes.sequences import TASKS, Sequences, draw
 except ImportError as error:
-    print(
-        f"python -m profiling.recipes.associative_recall: {error}\nBuild cute_kernels first: make build",
-        file=sys.stderr,
-    )
-    sys.exit(2)
+    command_line.exit_unbuilt("profiling.recipes.associative_recall", error)
 
 RULES = ("magnitude", "output-aware", "channel-magnitude", "think", "random")
 SPARSITIES = (0.5, 0.7, 0.8, 0.9)
@@ -66,13 +62,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args.given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         models.require("transformers", "the recipe")
-        for folder in filter(None, (args.out, args.save)):
-            command_line.folder_for(folder)  # fails now rather than after the training
         device = args.device
         where = environment(device)
+        folder = options.folder(args, where)  # fails now rather than after the training
+        if args.save:
+            command_line.folder_for(args.save)
         size = training.QUICK if args.quick else training.FULL
         model = training.build(size, args.seed).to(device)
-        learnt = training.train(model, size, args.seed, args.seconds, training.print_to_stderr)
+        learnt = training.train(model, size, args.seed, args.seconds, training.print_to_stderr, not args.eager)
         if args.save:
             model.save_pretrained(args.save)
         model = model.to(torch.bfloat16 if device.type == "cuda" else torch.float32)
@@ -81,7 +78,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, RuntimeError) as error:
         print(f"{COMMAND}: error: {error}", file=sys.stderr)
         return 2
-    folder = args.out or folders.of_device(where.slug, args.commit_results) / NAME
     print(markdown(rows), f"wrote {write(rows, folder)}", sep="\n")
     return 0
 
@@ -105,19 +101,11 @@ def evaluate(
     generator = torch.Generator(model.device).manual_seed(args.seed + 1)
     drawn = sequences_of_tasks(size, args.sequences, generator)
     about: Row = {
-        "parameters": sum(p.numel() for p in model.parameters()),
         "head_dim": size.head_dim,
         "context": drawn["recall"].context,
-        "dtype": str(model.dtype).removeprefix("torch."),
         "training_steps": learnt["steps"],
         "seed": args.seed,
-        "device": where.name,
-        "driver": where.driver,
-        "torch": where.torch,
-        "commit": where.commit,
-        "timestamp": where.timestamp,
-        "command": " ".join([COMMAND, *args.given]),
-    }
+    } | study.about(where, " ".join([COMMAND, *args.given]), model)
     rows = []
     for number, setting in enumerate(settings, 1):
         measured = accuracies(model, setting, drawn, args.batch)
@@ -177,25 +165,10 @@ def markdown(rows: list[Row]) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=COMMAND, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options.parser(COMMAND, __doc__)
+    options.add_training(parser, 90.0)
     add = parser.add_argument
     add("--quick", action="store_true", help="a smaller model and shorter sequences")
-    add(
-        "--device",
-        type=command_line.device,
-        default=command_line.default_device(),
-        metavar="NAME",
-        help="cpu or cuda (default: cuda if there is one)",
-    )
-    add(
-        "--seconds",
-        type=command_line.positive_number,
-        default=90.0,
-        metavar="S",
-        help="of training at most (default: %(default)g)",
-    )
     size = command_line.positive_integer
     add("--sequences", type=size, default=128, metavar="N", help="of each task to evaluate on (default: %(default)s)")
     add("--batch", type=size, default=256, metavar="N", help="sequences evaluated at a time (default: %(default)s)")
@@ -207,8 +180,6 @@ def _parser() -> argparse.ArgumentParser:
         help="of weights and sequences (default: %(default)s)",
     )
     add("--save", type=Path, metavar="DIR", help="keep the trained model in this folder")
-    add("--out", type=Path, metavar="DIR", help="folder for the rows (default: of the device, in build/profiling)")
-    add("--commit-results", action="store_true", help="write to the committed results of this device")
     return parser
 
 

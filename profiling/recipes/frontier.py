@@ -20,23 +20,19 @@ from pathlib import Path
 
 import torch
 
-from profiling import command_line, folders
+from profiling import command_line
 
 try:
     from cute_kernels.eval import models, results
     from profiling.environment import environment
-    from profiling.recipes import study, training
+    from profiling.recipes import options, study, training
     from profiling.recipes.associative_recall import accuracies, sequences_of_tasks
 except ImportError as error:
-    print(
-        f"python -m profiling.recipes.frontier: {error}\nBuild cute_kernels first: make build",
-        file=sys.stderr,
-    )
-    sys.exit(2)
+    command_line.exit_unbuilt("profiling.recipes.frontier", error)
 
 COMMAND = "python -m profiling.recipes.frontier"
 NAME = "frontier"
-SIZES = {"small": "SMALL", "full": "FULL", "tiny": "TINY", "quick": "QUICK"}  # of profiling.recipes.training
+SIZES = {"small": training.SMALL, "full": training.FULL, "tiny": training.TINY, "quick": training.QUICK}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,8 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         models.require("transformers", "the recipe")
         where = environment(args.device)
-        folder = args.out or folders.of_device(where.slug, args.commit_results) / "accuracy"
-        command_line.folder_for(folder)
+        folder = options.folder(args, where)
         for seed in args.seeds:
             for size in args.sizes:
                 run(size, seed, folder, args)
@@ -61,11 +56,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(name: str, seed: int, folder: Path, args: argparse.Namespace) -> None:
     """Trains one model and measures every setting that has no rows yet."""
-    size: training.Size = getattr(training, SIZES[name])
-    device = args.device
+    size, device = SIZES[name], args.device
     where = environment(device)
     identity = {"size": name, "seed": seed, "seconds": args.seconds, "sequences": args.sequences, "device": where.name}
-    kept = study.store(folder / f"{NAME}-{name}-{seed}", identity)
+    kept = results.Store(folder / f"{NAME}-{name}-{seed}", identity)
     settings = study.chosen_settings(size.head_dim)
     missing = [setting for setting in settings if not kept.has(setting, "hops")]
     if not missing:
@@ -80,13 +74,11 @@ def run(name: str, seed: int, folder: Path, args: argparse.Namespace) -> None:
     of_run = {
         "size": name,
         "seed": seed,
-        "parameters": sum(p.numel() for p in model.parameters()),
         "head_dim": size.head_dim,
         "context": drawn["recall"].context,
-        "dtype": str(model.dtype).removeprefix("torch."),
         "training_steps": learnt["steps"],
         "training_seconds": round(learnt["seconds"], 1),
-    } | study.about(where, " ".join([COMMAND, *args.given]))
+    } | study.about(where, " ".join([COMMAND, *args.given]), model)
     for number, setting in enumerate(missing, 1):
         measured = accuracies(model, setting, drawn, args.batch)
         bits = round(study.bits_per_element(setting, size.head_dim), 3)
@@ -114,17 +106,9 @@ def _seeds(text: str) -> list[int]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=COMMAND, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options.parser(COMMAND, __doc__)
+    options.add_training(parser, 90.0)
     add = parser.add_argument
-    add(
-        "--device",
-        type=command_line.device,
-        default=command_line.default_device(),
-        metavar="NAME",
-        help="cpu or cuda (default: cuda if there is one)",
-    )
     add(
         "--sizes",
         type=_sizes,
@@ -133,19 +117,9 @@ def _parser() -> argparse.ArgumentParser:
         help=f"of {', '.join(SIZES)} (default: %(default)s)",
     )
     add("--seeds", type=_seeds, default="0,1,2", metavar="LIST", help="of weights and sequences (default: %(default)s)")
-    add(
-        "--seconds",
-        type=command_line.positive_number,
-        default=90.0,
-        metavar="S",
-        help="of training a model at most (default: %(default)g)",
-    )
-    add("--eager", action="store_true", help="train without CUDA graphs")
     size = command_line.positive_integer
     add("--sequences", type=size, default=128, metavar="N", help="of each task to evaluate on (default: %(default)s)")
     add("--batch", type=size, default=384, metavar="N", help="sequences evaluated at a time (default: %(default)s)")
-    add("--out", type=Path, metavar="DIR", help="folder for the rows (default: of the device, in build/profiling)")
-    add("--commit-results", action="store_true", help="write to the committed results of this device")
     return parser
 
 

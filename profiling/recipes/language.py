@@ -25,21 +25,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from profiling import command_line, folders
+from profiling import command_line
 
 try:
     from cute_kernels.eval import models, results
     from cute_kernels.eval.settings import Setting
     from profiling.environment import environment
-    from profiling.recipes import corpus, study
+    from profiling.recipes import corpus, llama, options, study
+    from profiling.recipes.means import mean
     from profiling.recipes.steps import Steps
     from profiling.recipes.training import print_to_stderr
 except ImportError as error:
-    print(
-        f"python -m profiling.recipes.language: {error}\nBuild cute_kernels first: make build",
-        file=sys.stderr,
-    )
-    sys.exit(2)
+    command_line.exit_unbuilt("profiling.recipes.language", error)
 
 COMMAND = "python -m profiling.recipes.language"
 NAME = "language"
@@ -48,17 +45,11 @@ WARM_UP = 30  # steps
 LAST_RATE = 0.1  # of the learning rate, at the end
 
 
-@dataclass(frozen=True)
-class Size:
+@dataclass(frozen=True, kw_only=True)
+class Size(llama.Shape):
     """context: bytes of a document; scored: of them, its end. short: bytes of a sequence in the first `short_share` of
     the training. tokens: of a training batch."""
 
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int
     context: int
     scored: int
     short: int
@@ -102,8 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         models.require("transformers", "the recipe")
         text = corpus.load()
         where = environment(args.device)
-        folder = args.out or folders.of_device(where.slug, args.commit_results) / "accuracy"
-        command_line.folder_for(folder)
+        folder = options.folder(args, where)
         run(QUICK if args.quick else FULL, text, folder, args)
         path = folder / f"{NAME}.json"
         rows = study.gather(folder, f"{NAME}-*", path)
@@ -119,7 +109,7 @@ def run(size: Size, text: corpus.Corpus, folder: Path, args: argparse.Namespace)
     where, device = environment(args.device), args.device
     folder = folder / f"{NAME}-{args.seed}"
     identity = {"quick": args.quick, "seed": args.seed, "seconds": args.seconds, "documents": args.documents}
-    kept = study.store(folder, identity)
+    kept = results.Store(folder, identity)
     learnt = folder / "model"
     settings = study.chosen_settings(size.head_dim)
     missing = [setting for setting in settings if not kept.has(setting, "text")]
@@ -137,20 +127,18 @@ def run(size: Size, text: corpus.Corpus, folder: Path, args: argparse.Namespace)
     of_run = {
         "size": f"{sum(p.numel() for p in model.parameters()) / 1e6:.2g} M parameters",
         "seed": args.seed,
-        "parameters": sum(p.numel() for p in model.parameters()),
         "head_dim": size.head_dim,
         "context": size.context,
-        "dtype": str(model.dtype).removeprefix("torch."),
         "training_steps": model.config.training_steps,
         "training_seconds": round(args.seconds, 1),
-    } | study.about(where, " ".join([COMMAND, *args.given]))
+    } | study.about(where, " ".join([COMMAND, *args.given]), model)
     from cute_kernels.eval.decoding import prefilled
 
     first = prefilled(model, ids[:, : -size.scored])
     dense = bits_a_byte(model, settings[0], ids, first)
     for number, setting in enumerate(missing, 1):
         found = dense if setting.is_dense else bits_a_byte(model, setting, ids, first)
-        (value, error), (over, over_error) = _mean(found), _mean(found - dense)
+        (value, error), (over, over_error) = mean(found.tolist()), mean((found - dense).tolist())
         row = results.row(setting, "text", "bits a byte", value, ids.shape[0] * size.scored) | of_run
         bits = round(study.bits_per_element(setting, size.head_dim), 3)
         kept.add([row | {"bits": bits, "error": error, "over": over, "over_error": over_error}])
@@ -170,11 +158,6 @@ def bits_a_byte(model: Any, setting: Setting, ids: Tensor, first: Any) -> Tensor
     return found.double().mean(1).cpu() / math.log(2)
 
 
-def _mean(values: Tensor) -> tuple[float, float]:
-    """(mean, its standard error)"""
-    return float(values.mean()), float(values.std() / len(values) ** 0.5)
-
-
 def documents(books: Sequence[bytes], context: int, count: int) -> Tensor:
     """`count` stretches of `context` bytes, (count, context) int64, spread evenly over those that the books have.
 
@@ -189,24 +172,8 @@ def documents(books: Sequence[bytes], context: int, count: int) -> Tensor:
 
 def build(size: Size, seed: int) -> Any:
     """The model, with random weights, float32."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(seed)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=256,
-            hidden_size=size.hidden,
-            intermediate_size=size.intermediate,
-            num_hidden_layers=size.layers,
-            num_attention_heads=size.heads,
-            num_key_value_heads=size.kv_heads,
-            head_dim=size.head_dim,
-            max_position_embeddings=size.context,
-            rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
-            bos_token_id=None,
-            eos_token_id=None,
-        )
-    )
+    rope = {"rope_type": "default", "rope_theta": 100000.0}
+    return llama.build(size, seed, 256, size.context, rope_parameters=rope)
 
 
 def train(
@@ -250,25 +217,10 @@ def train(
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=COMMAND, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options.parser(COMMAND, __doc__)
+    options.add_training(parser, 120.0)
     add = parser.add_argument
     add("--quick", action="store_true", help="a smaller model and shorter documents")
-    add(
-        "--device",
-        type=command_line.device,
-        default=command_line.default_device(),
-        metavar="NAME",
-        help="cpu or cuda (default: cuda if there is one)",
-    )
-    add(
-        "--seconds",
-        type=command_line.positive_number,
-        default=120.0,
-        metavar="S",
-        help="of training (default: %(default)g)",
-    )
     add(
         "--documents",
         type=command_line.positive_integer,
@@ -276,10 +228,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="to evaluate on, at a time (default: %(default)s)",
     )
-    add("--eager", action="store_true", help="train without CUDA graphs")
     add("--seed", type=command_line.seed, default=0, metavar="N", help="of weights and order (default: %(default)s)")
-    add("--out", type=Path, metavar="DIR", help="folder for the rows (default: of the device, in build/profiling)")
-    add("--commit-results", action="store_true", help="write to the committed results of this device")
     return parser
 
 

@@ -14,22 +14,20 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from profiling import command_line, folders, records
+from profiling import command_line, records
 
 try:
     from cute_kernels.eval import models
     from cute_kernels.eval.settings import Setting
     from profiling.environment import environment
-    from profiling.recipes import study
+    from profiling.recipes import options, study
     from profiling.recipes.training import print_to_stderr
 except ImportError as error:
-    print(f"python -m profiling.recipes.outputs: {error}\nBuild cute_kernels first: make build", file=sys.stderr)
-    sys.exit(2)
+    command_line.exit_unbuilt("profiling.recipes.outputs", error)
 
 COMMAND = "python -m profiling.recipes.outputs"
 NAME = "outputs"
@@ -43,8 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         models.require("transformers", "the recipe")
         where = environment(args.device)
-        folder = args.out or folders.of_device(where.slug, args.commit_results) / "accuracy"
-        command_line.folder_for(folder)
+        folder = options.folder(args, where)
         settings = study.chosen_settings(args.head_dim, window=0)
         of_run = {"size": f"{args.tokens} tokens", "seed": 0, "head_dim": args.head_dim}
         of_run |= study.about(where, " ".join([COMMAND, *given]))
@@ -125,23 +122,12 @@ def store(setting: Setting, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=COMMAND, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options.parser(COMMAND, __doc__)
     add = parser.add_argument
-    add(
-        "--device",
-        type=command_line.device,
-        default=command_line.default_device(),
-        metavar="NAME",
-        help="cpu or cuda (default: cuda if there is one)",
-    )
     size = command_line.positive_integer
     add("--tokens", type=size, default=4096, metavar="N", help="of a cache (default: %(default)s)")
     add("--head-dim", type=size, default=128, metavar="N", help="(default: %(default)s)")
     add("--draws", type=size, default=3, metavar="N", help="of data (default: %(default)s)")
-    add("--out", type=Path, metavar="DIR", help="folder for the rows (default: of the device, in build/profiling)")
-    add("--commit-results", action="store_true", help="write to the committed results of this device")
     return parser
 
 

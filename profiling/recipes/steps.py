@@ -1,4 +1,4 @@
-"""Training steps of a small Llama: its forward pass with few kernels, and on a GPU a CUDA graph for each shape."""
+"""Training steps of a small Llama, on a GPU a CUDA graph for each shape."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from profiling.recipes.llama import forward
 
 IGNORED = -100  # a target that the loss leaves out
 
@@ -71,41 +73,3 @@ class Steps:
         with torch.cuda.graph(graph):
             out = self._step(static_ids, static_targets)
         return graph, static_ids, static_targets, out
-
-
-def forward(model: Any, ids: Tensor, last: int) -> Tensor:
-    """Logits (B, last, vocabulary) of the last tokens of ids (B, n), as LlamaForCausalLM has them; on a GPU computed in
-    bfloat16."""
-    config, dtype = model.config, torch.bfloat16 if ids.is_cuda else model.dtype
-    places = torch.arange(ids.shape[1], device=ids.device)[None]
-    cos, sin = model.model.rotary_emb(model.model.embed_tokens.weight, places)
-    cos, sin = cos.to(dtype)[:, None], sin.to(dtype)[:, None]
-
-    def linear(module: Any, x: Tensor) -> Tensor:
-        return functional.linear(x, module.weight.to(dtype))
-
-    def normed(module: Any, x: Tensor) -> Tensor:
-        return functional.rms_norm(x, x.shape[-1:], module.weight.to(dtype), config.rms_norm_eps)
-
-    def heads(module: Any, x: Tensor) -> Tensor:
-        return linear(module, x).unflatten(2, (-1, config.head_dim)).transpose(1, 2)
-
-    def rotated(x: Tensor) -> Tensor:
-        first, second = x.chunk(2, dim=-1)
-        return x * cos + torch.cat([-second, first], dim=-1) * sin
-
-    x = model.model.embed_tokens(ids).to(dtype)
-    for layer in model.model.layers:
-        attention, mlp = layer.self_attn, layer.mlp
-        y = normed(layer.input_layernorm, x)
-        y = functional.scaled_dot_product_attention(
-            rotated(heads(attention.q_proj, y)),
-            rotated(heads(attention.k_proj, y)),
-            heads(attention.v_proj, y),
-            is_causal=True,
-            enable_gqa=True,
-        )
-        x = x + linear(attention.o_proj, y.transpose(1, 2).flatten(2))
-        y = normed(layer.post_attention_layernorm, x)
-        x = x + linear(mlp.down_proj, functional.silu(linear(mlp.gate_proj, y)) * linear(mlp.up_proj, y))
-    return linear(model.lm_head, normed(model.model.norm, x[:, -last:]))

@@ -15,7 +15,8 @@ from cute_kernels.eval.baselines import BASELINES
 from cute_kernels.eval.settings import Setting, grid, kept_elements
 from profiling import records
 from profiling.environment import Environment
-from profiling.recipes.full_length import of_full_length
+from profiling.recipes import means
+from profiling.recipes.means import of_full_length
 
 STORED = ("", "int4", "fp8", "int8")  # codecs of the package; "": 16 bits
 SPARSITIES = {  # by rule, for keys, values and both
@@ -71,9 +72,13 @@ def _stored_bits(role: str, rule: str, sparsity: float, codec: str, head_dim: in
     return ck.compress(x, role=role, keep=keep, method=rule, codec=codec or None).bits_per_element
 
 
-def about(where: Environment, command: str) -> Row:
-    """What a row says of where it was measured."""
-    return {
+def about(where: Environment, command: str, model: Any = None) -> Row:
+    """What a row says of where it was measured, and of the model, if there is one."""
+    of_model: Row = {}
+    if model is not None:
+        of_model["parameters"] = sum(p.numel() for p in model.parameters())
+        of_model["dtype"] = str(model.dtype).removeprefix("torch.")
+    return of_model | {
         "device": where.name,
         "driver": where.driver,
         "torch": where.torch,
@@ -81,11 +86,6 @@ def about(where: Environment, command: str) -> Row:
         "timestamp": where.timestamp,
         "command": command,
     }
-
-
-def store(folder: Path, identity: Row) -> results.Store:
-    """Rows of one model, written as they come, taken up by the next run with the same arguments."""
-    return results.Store(folder, identity)
 
 
 def gather(folder: Path, pattern: str, path: Path) -> list[Row]:
@@ -119,7 +119,5 @@ def mean(rows: Sequence[Row]) -> tuple[float, float]:
     """(mean, its standard error) of the values of rows that differ in their seed alone; of one row its own error."""
     if not rows:
         return float("nan"), float("nan")
-    values = torch.tensor([row["value"] for row in rows], dtype=torch.float64)
-    if len(values) == 1:
-        return float(values), float(rows[0].get("error") or 0.0)
-    return float(values.mean()), float(values.std() / len(values) ** 0.5)
+    value, error = means.mean([row["value"] for row in rows])
+    return value, error if len(rows) > 1 else float(rows[0].get("error") or 0.0)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from profiling.recipes import llama
 from profiling.recipes.sequences import TASKS, draw, vocabulary
 from profiling.recipes.steps import IGNORED, Steps
 
@@ -21,18 +22,12 @@ WARM_UP = 100  # steps
 LONGER = 1.4
 
 
-@dataclass(frozen=True)
-class Size:
-    """pairs: N of the sequences evaluated. tokens: of a training batch. layers, hidden ...: the model's."""
+@dataclass(frozen=True, kw_only=True)
+class Size(llama.Shape):
+    """pairs: N of the sequences evaluated. tokens: of a training batch."""
 
     pairs: int
     symbols: int
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int
     tokens: int
     steps: int
     learning_rate: float = 1e-3
@@ -81,23 +76,7 @@ TINY = replace(QUICK, head_dim=64)  # as quick, with the bits an element of a la
 
 def build(size: Size, seed: int) -> Any:
     """The model, with random weights, float32."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(seed)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=vocabulary(size.symbols),
-            hidden_size=size.hidden,
-            intermediate_size=size.intermediate,
-            num_hidden_layers=size.layers,
-            num_attention_heads=size.heads,
-            num_key_value_heads=size.kv_heads,
-            head_dim=size.head_dim,
-            max_position_embeddings=4 * size.pairs + 2,
-            bos_token_id=None,
-            eos_token_id=None,
-        )
-    )
+    return llama.build(size, seed, vocabulary(size.symbols), 4 * size.pairs + 2)
 
 
 def train(

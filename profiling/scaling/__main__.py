@@ -83,13 +83,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--window", type=command_line.count, default=32, metavar="N", help="dense tokens, measured (%(default)s)")
     add("--repeats", type=positive_integer, default=20, metavar="N", help="of a measurement (default: %(default)s)")
     add("--seed", type=command_line.seed, default=0, metavar="N", help="of the tokens (default: 0)")
-    add(
-        "--device",
-        type=command_line.device,
-        default=command_line.default_device(),
-        metavar="NAME",
-        help="cpu or cuda (default: cuda if there is one)",
-    )
+    command_line.add_device(parser)
     command_line.add_output(parser, rows.NAME)
     args = parser.parse_args(arguments)
     if args.query_heads % args.kv_heads:

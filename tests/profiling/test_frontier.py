@@ -15,7 +15,7 @@ from cute_kernels.eval import models
 from cute_kernels.eval.settings import DENSE, Setting
 from profiling import plots, records
 from profiling.recipes import corpus, frontier, language, outputs, study, training
-from profiling.recipes.full_length import of_full_length
+from profiling.recipes.means import of_full_length
 from tests.support import oracle
 
 
@@ -74,7 +74,7 @@ def test_a_study_goes_on(tmp_path, monkeypatch, capsys, few):
     tiny = training.Size(
         pairs=31, symbols=64, layers=1, hidden=16, heads=2, kv_heads=1, head_dim=8, intermediate=16, tokens=128, steps=8
     )
-    monkeypatch.setattr(training, "QUICK", tiny)
+    monkeypatch.setitem(frontier.SIZES, "quick", tiny)
     arguments = ["--sizes", "quick", "--sequences", "3", "--device", "cpu", "--out", str(tmp_path)]
     assert frontier.main([*arguments, "--seeds", "0"]) == 0
     first = records.read(tmp_path / "frontier.json")

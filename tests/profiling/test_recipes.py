@@ -156,7 +156,8 @@ def test_a_training_step(device, rng):
     import copy
 
     from profiling.recipes import training
-    from profiling.recipes.steps import IGNORED, Steps, forward
+    from profiling.recipes.llama import forward
+    from profiling.recipes.steps import IGNORED, Steps
 
     model = training.build(training.QUICK, 0).to(device)
     plain = copy.deepcopy(model)
