@@ -9,7 +9,7 @@ from pathlib import Path
 from profiling import cases, grid
 from profiling.cases import Shape
 from profiling.command_line import positive_integer, seed
-from profiling.suites import SUITES
+from profiling.suites import HAVE_FILES, SUITES
 
 REPEATS, QUICK_REPEATS = 30, 10
 
@@ -34,8 +34,8 @@ grids: --grid T=1024..65536 keep=38,64 B=1,8 data=gaussian,outlier; a range doub
   grids:
     - {{op: sparse_qk, T: [4096, 16384], sparsity: [0.5, 0.7], cache: [cold, warm]}}
 
-Rows go to build/profiling/DEVICE/, which git ignores, as sweep.json, or readme.json of --suite readme; --out DIR names
-another folder. With --commit-results, a complete run of all suites or of --suite readme goes to
+Rows go to build/profiling/DEVICE/, which git ignores, as sweep.json, or, where it is complete, as NAME.json of --suite
+{files}; --out DIR names another folder. With --commit-results, a complete run goes to
 profiling/results/DEVICE/, which git tracks. python -m profiling.report FOLDER makes tables, CSV and plots of them.
 
 Exit status: 0 every row within tolerance; 1 a result was inaccurate, the device failed or counters were not to be had;
@@ -44,7 +44,7 @@ Exit status: 0 every row within tolerance; 1 a result was inaccurate, the device
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     suites = "\n".join(f"  {name:10} {suite.about}" for name, suite in SUITES.items())
-    epilog = EPILOG.replace("%%", "%").format(suites=suites, keys=", ".join(grid.KEYS))
+    epilog = EPILOG.replace("%%", "%").format(suites=suites, keys=", ".join(grid.KEYS), files=", ".join(HAVE_FILES))
     parser = argparse.ArgumentParser(
         prog="python -m profiling.sweep",
         description=DESCRIPTION,
@@ -62,7 +62,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--ncu-path, --ncu-report and --clock-control go with --ncu")
     if args.commit_results and (args.out or args.resume or not selects_all(args)):
         parser.error(
-            "--commit-results takes all suites, --suite readme or --suite serving, whole and as they are, without "
+            f"--commit-results takes all suites or one of {', '.join(HAVE_FILES)}, whole and as they are, without "
             "--out and --resume"
         )
     return args
@@ -87,11 +87,9 @@ def selects_all(args: argparse.Namespace) -> bool:
         args.stages_ahead,
         args.plugin,
     )
-    return not (args.quick or any(own) or args.repeats is not None or args.seed != 0) and args.suite in (
-        None,
-        ["readme"],
-        ["serving"],
-    )
+    if args.quick or any(own) or args.repeats is not None or args.seed != 0:
+        return False
+    return args.suite is None or (len(args.suite) == 1 and SUITES[args.suite[0]].has_file)
 
 
 def _what(add: Callable[..., object]) -> None:

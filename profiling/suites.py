@@ -26,6 +26,7 @@ class Suite:
     about: str
     lists: Callable[[str], list[Block]]
     by_default: bool = True  # measured where no suite is named
+    has_file: bool = False  # of its own, also among the committed results
 
     def blocks(self, device: str) -> list[Block]:
         return _in_caches(self.lists(device), device)
@@ -151,6 +152,10 @@ def _serving(device: str) -> list[Block]:
     return [Block(SERVING_OPS, tuple(loads), best_backend=True)]
 
 
+def _named(about: str, lists: Callable[[str], list[Block]]) -> Suite:
+    return Suite(f"{about}; only if named", lists, by_default=False, has_file=True)
+
+
 SUITES = {
     "qk": Suite("sparse_qk beside the dense product, and with float32 logits", _product("sparse_qk")),
     "av": Suite("sparse_av beside the dense product, and with float32 p, as the README uses it", _product("sparse_av")),
@@ -163,15 +168,15 @@ SUITES = {
     "sparsity": Suite("every operation against the share of elements pruned", _sparsity),
     "tokens": Suite("every operation against the number of tokens", _tokens),
     "short": Suite("small caches: cold and warm, single calls and CUDA graphs", _short),
-    "readme": Suite("the figures that the README quotes", _readme),
-    "codecs": Suite("attention and compress in narrow codecs; only if named", _codecs, by_default=False),
-    "queries": Suite("attention of 1 to 2048 query tokens, best backend; only if named", _queries, by_default=False),
-    "serving": Suite(
-        "attention on a grid of batches, tokens and heads, plain and KVCache.attend, best backend; only if named",
-        _serving,
-        by_default=False,
+    "readme": Suite("the figures that the README quotes", _readme, has_file=True),
+    "codecs": _named("attention and compress in narrow codecs", _codecs),
+    "queries": _named("attention of 1 to 2048 query tokens, best backend", _queries),
+    "serving": _named(
+        "attention on a grid of batches, tokens and heads, plain and KVCache.attend, best backend", _serving
     ),
 }
+
+HAVE_FILES = [name for name, suite in SUITES.items() if suite.has_file]
 
 
 def quick(device: str) -> list[Block]:

@@ -154,7 +154,7 @@ def test_results_are_written_when_asked_for(tmp_path, monkeypatch, capsys):
     tiny = Block(("compress",), (Load(Shape.parse(SHAPE), 19),))
     monkeypatch.setattr(suites, "quick", lambda device: [tiny])
     for name in suites.SUITES:
-        monkeypatch.setitem(suites.SUITES, name, suites.Suite("", lambda device: [tiny]))
+        monkeypatch.setitem(suites.SUITES, name, dataclasses.replace(suites.SUITES[name], lists=lambda device: [tiny]))
     monkeypatch.setattr(selection, "REPEATS", 3)
     for arguments in ([], ["--op", "compress"], ["--quick"], ["--suite", "compress"], ["--suite", "readme"]):
         assert sweep.main(arguments) == 0
@@ -168,13 +168,15 @@ def test_results_are_written_when_asked_for(tmp_path, monkeypatch, capsys):
     for part in (["--op", "compress"], ["--quick"], ["--suite", "compress"], ["--repeats", "3"], ["--out", "x"]):
         with pytest.raises(SystemExit):
             sweep.main([*part, "--commit-results"])
-        assert "--commit-results takes all suites, --suite readme or --suite serving" in capsys.readouterr().err
+        assert "--commit-results takes all suites or one of readme, codecs, queries, serving" in capsys.readouterr().err
 
 
 def test_rows_under_way_leave_other_results_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(sweep.ck, "backends", lambda: {"cpu": "ok"})
     blocks = [Block(("compress",), (Load(Shape.parse(SHAPE), 19), Load(Shape.parse(SHAPE), 32)))]
-    monkeypatch.setitem(suites.SUITES, "readme", suites.Suite("", lambda device: blocks))
+    monkeypatch.setitem(
+        suites.SUITES, "readme", dataclasses.replace(suites.SUITES["readme"], lists=lambda device: blocks)
+    )
     monkeypatch.setattr(selection, "REPEATS", 3)
     monkeypatch.setattr(run, "SAVE_EVERY_S", 0)
     (tmp_path / "sweep.json").write_text("of an earlier run", encoding="utf-8")

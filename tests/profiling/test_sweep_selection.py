@@ -176,6 +176,8 @@ def test_complete_sweeps():
         return selection.results_name(options.parse(arguments))
 
     assert complete() == "sweep" and complete("--suite", "readme", "--ncu") == "readme"
+    for name in ("serving", "queries", "codecs"):
+        assert complete("--suite", name) == name
     for partial in (
         ["--quick"],
         ["--suite", "qk"],
