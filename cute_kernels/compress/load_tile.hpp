@@ -131,6 +131,20 @@ __device__ uint32_t encode_four(float const (&x)[4]) {
   return ptx::permute_bytes(first, second, 0x5410);
 }
 
+// The codes of a vector of X.
+template <class Codec, class X>
+__device__ void encode_vector(uint4 const& vector, float const (&per_channel)[kVectorValues], float per_token,
+                              uint32_t (&codes)[kVectorValues / 4]) {
+  auto const* x = reinterpret_cast<X const*>(&vector);
+#pragma unroll
+  for (int i = 0; i < kVectorValues; i += 4) {
+    float scaled[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) scaled[j] = scaled_down(float(x[i + j]), per_channel[i + j], per_token);
+    codes[i / 4] = encode_four<Codec>(scaled);
+  }
+}
+
 // A thread's vectors of a tile, all in the same channels.
 template <class Storage>
 struct TileVectors {
@@ -194,16 +208,8 @@ struct TileVectors {
       if constexpr (sizeof(X) == sizeof(uint16_t)) {
 #pragma unroll
         for (int i = kFirst; i < kLast; ++i) {
-          float per_token = s.per_token[first_row + i * kRowStep];
-          auto const* x = reinterpret_cast<X const*>(&vectors[i]);
           uint32_t codes[kVectorValues / 4];
-#pragma unroll
-          for (int j = 0; j < kVectorValues; j += 4) {
-            float scaled[4];
-#pragma unroll
-            for (int l = 0; l < 4; ++l) scaled[l] = scaled_down(float(x[j + l]), per_channel[j + l], per_token);
-            codes[j / 4] = encode_four<Codec>(scaled);
-          }
+          encode_vector<Codec, X>(vectors[i], per_channel, s.per_token[first_row + i * kRowStep], codes);
           *reinterpret_cast<uint2*>(target[i % 2] + i / 2 * kRowsApart * kHeadDim) = make_uint2(codes[0], codes[1]);
         }
       }
@@ -226,20 +232,11 @@ __device__ void encode_tile(PackStorage<HeadDim, true>& s, DType dtype) {
 #pragma unroll 4
       for (int row = thread / kRowVectors; row < kTileTokens; row += kRowStep) {
         auto& vector = *reinterpret_cast<uint4*>(&s.dense[row][swizzled(row, column)]);
-        uint4 x4 = vector, codes4;
-        auto const* x = reinterpret_cast<X const*>(&x4);
-        auto* codes = reinterpret_cast<uint32_t*>(&codes4);
-        float per_token = s.per_token[row];
-#pragma unroll
-        for (int i = 0; i < kVectorValues; i += 4) {
-          float scaled[4];
-#pragma unroll
-          for (int j = 0; j < 4; ++j) scaled[j] = scaled_down(float(x[i + j]), per_channel[i + j], per_token);
-          uint32_t four = encode_four<Codec>(scaled);
-          codes[i / 2] = ptx::permute_bytes(four, 0, 0x4140);
-          codes[i / 2 + 1] = ptx::permute_bytes(four, 0, 0x4342);
-        }
-        vector = codes4;
+        uint4 values = vector;
+        uint32_t codes[kVectorValues / 4];
+        encode_vector<Codec, X>(values, per_channel, s.per_token[row], codes);
+        vector = make_uint4(ptx::permute_bytes(codes[0], 0, 0x4140), ptx::permute_bytes(codes[0], 0, 0x4342),
+                            ptx::permute_bytes(codes[1], 0, 0x4140), ptx::permute_bytes(codes[1], 0, 0x4342));
       }
     }
   });
