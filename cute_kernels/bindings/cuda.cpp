@@ -45,7 +45,7 @@ void select(uintptr_t x, Strides const& strides, int batch, int kv_heads, int64_
 void channel_scales(uintptr_t x, Strides const& strides, int batch, int kv_heads, int64_t tokens, int head_dim,
                     int dtype, uintptr_t scales, uintptr_t refused, uintptr_t stream) {
   compress::channel_scales(dense_view(x, strides, batch, kv_heads, tokens, head_dim, dtype),
-                           to_pointer<uint16_t>(scales), to_pointer<int64_t>(refused), stream_of(stream));
+                           to_pointer<uint16_t>(scales), nullptr, to_pointer<int64_t>(refused), stream_of(stream));
 }
 
 void deal(uintptr_t counts, int heads, int head_dim, uintptr_t channel_order, uintptr_t from_scale, uintptr_t to_scale,

@@ -144,7 +144,7 @@ void store(Pool const& pool, DenseView const& k, DenseView const& v, PoolRows co
   TokenScaling scaling[2];
   for (int i = 0; i < 2; ++i) {
     if (!views[i]->channel_scale) continue;
-    if (deals) channel_scales(part_of(*x[i], 0, kTileTokens), scratch.channel_scale[i], nullptr, stream);
+    if (deals) channel_scales(part_of(*x[i], 0, kTileTokens), scratch.channel_scale[i], nullptr, nullptr, stream);
     load_scales(*views[i], to, order, heads, scratch.channel_scale[i], stream);
     scaling[i] = {views[i]->codec, scratch.channel_scale[i], scratch.token_scale[i], pool.refused + i};
   }
