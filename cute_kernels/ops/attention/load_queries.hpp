@@ -23,26 +23,38 @@ CUTE_DEVICE void stage_queries(Params const& params, schedule::WorkTile const& w
     int most = params.query_tokens.divisor;
     if (params.packed.starts) before = params.packed.position(params.packed.of_row(work_tile.row, most), 0, most);
   }
+  Element const* from[Traits::kRowBlocks];
+  bool in_vectors = head_dim == Traits::kHeadDim;
   CUTE_UNROLL
   for (int n = 0; n < Traits::kRowBlocks; ++n) {
-    int row = 8 * n + lane / 4, head, token;
-    params.query_tokens(head, token, work_tile.first_row + min(row, work_tile.rows - 1));
-    auto const* from = static_cast<Element const*>(params.q) + work_tile.row * params.q_strides[0] +
-                       (int64_t{work_tile.kv_head} * params.group + head) * params.q_strides[1] +
-                       max(0, before + token) * params.q_strides[2];
-    if (head_dim == Traits::kHeadDim && reinterpret_cast<uintptr_t>(from) % 16 == 0) {
-      if (kRowVectors < kLanes && first_vector >= kRowVectors) continue;
-      uint4 vectors[kVectors];
-      CUTE_UNROLL
-      for (int i = 0; i < kVectors; ++i) vectors[i] = reinterpret_cast<uint4 const*>(from)[first_vector + i * kLanes];
-      CUTE_UNROLL
-      for (int i = 0; i < kVectors; ++i)
-        reinterpret_cast<uint4*>(shared_p.query(row))[first_vector + i * kLanes] = vectors[i];
-    } else {
+    int head, token;
+    params.query_tokens(head, token, work_tile.first_row + min(8 * n + lane / 4, work_tile.rows - 1));
+    from[n] = static_cast<Element const*>(params.q) + work_tile.row * params.q_strides[0] +
+              (int64_t{work_tile.kv_head} * params.group + head) * params.q_strides[1] +
+              max(0, before + token) * params.q_strides[2];
+    in_vectors &= reinterpret_cast<uintptr_t>(from[n]) % 16 == 0;
+  }
+  auto for_rows = [&](auto&& f) {
+    CUTE_UNROLL
+    for (int n = 0; n < Traits::kRowBlocks; ++n) f(n, shared_p.query(8 * n + lane / 4));
+  };
+  if (!in_vectors) {
+    for_rows([&](int n, Element* to) {
       CUTE_NO_UNROLL
       for (int channel = first_vector; channel < Traits::kHeadDim; channel += kLanes)
-        shared_p.query(row)[channel] = channel < head_dim ? from[channel] : Element(0.f);
-    }
+        to[channel] = channel < head_dim ? from[n][channel] : Element(0.f);
+    });
+  } else if (kRowVectors >= kLanes || first_vector < kRowVectors) {
+    uint4 vectors[Traits::kRowBlocks][kVectors];  // all are under way before the first is stored
+    for_rows([&](int n, Element*) {
+      CUTE_UNROLL
+      for (int i = 0; i < kVectors; ++i)
+        vectors[n][i] = reinterpret_cast<uint4 const*>(from[n])[first_vector + i * kLanes];
+    });
+    for_rows([&](int n, Element* to) {
+      CUTE_UNROLL
+      for (int i = 0; i < kVectors; ++i) reinterpret_cast<uint4*>(to)[first_vector + i * kLanes] = vectors[n][i];
+    });
   }
   worker.sync();
 }
