@@ -114,7 +114,9 @@ CUTE_DEVICE void store_vectors(float4* to, int rows, int part, VectorOf&& vector
 template <class Element, class OutputShape>
 class OutputElement {
  public:
-  // v: of the four of `lane` in atom (m, n).
+  OutputElement() = default;  // there is none
+
+  // v: of the four of `lane` in atom (m, n). What is loaded here is waited for where it is used.
   CUTE_DEVICE OutputElement(schedule::Params const& schedule, Output const& output, schedule::WorkTile const& work_tile,
                             int lane, int m, int n, int v) {
     auto thr_mma = make_tiled_mma(format::BitmapTile::MmaAtom{}).get_slice(lane);
@@ -137,9 +139,9 @@ class OutputElement {
   CUTE_DEVICE float* lse(Output const& output) const { return exists_ && output.lse ? output.lse + row_ : nullptr; }
 
  private:
-  int channel_;
-  int64_t row_;
-  bool exists_;
+  int channel_ = 0;
+  int64_t row_ = 0;
+  bool exists_ = false;
 
   // row: of the KV head.
   CUTE_DEVICE void find_packed(schedule::Params const& schedule, Output const& output,

@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(kMaxThreads<kMaxWarpgroups<Traits>>, 1)
         Combine combine(params.schedule, params.output, params.cluster, schedule);
         combine.arrive();
         int threads = Traits::kWorkerThreads * params.schedule.workers;
-        auto first = combine.first_destinations(threads);
+        auto first = combine.first_destination();
         combine.write(reinterpret_cast<typename Traits::Partial*>(ring.data), threads, first,
                       [&] { pipeline.sync_workers(); });
       });
