@@ -127,7 +127,14 @@ void run_with(Kernels<Params> const& kernels, attention::Problem const& problem,
     plan.config.ctas = static_cast<int>(std::min<int64_t>(plan.config.ctas, problem.num_splits * work_tiles));
   if (divides) {
     int vectors = (keys.padded_head_dim * n / 16) << reduce::partial_vectors(schedule.rows).pairs_log2;
-    Work work{static_cast<int>(work_tiles), longest, tiles, vectors, keys.padded_head_dim, plan.config.workers,
+    int worker_threads = 32 * limits.worker_warps;
+    Work work{static_cast<int>(work_tiles),
+              longest,
+              tiles,
+              vectors,
+              keys.padded_head_dim,
+              plan.config.workers,
+              worker_threads,
               schedule.variable_length};
     Division division = choose_division(device, work);
     limits.max_workers = division.workers;

@@ -18,7 +18,8 @@ struct Work {
   int64_t tiles;  // KV tiles of all of them
   int vectors;    // that a work tile's result is written in
   int padded_head_dim;
-  int most_workers;      // of a CTA
+  int most_workers;  // of a CTA
+  int worker_threads;
   bool variable_length;  // see schedule::Params
 };
 
@@ -65,9 +66,9 @@ inline float estimated_time(Work const& work, Division const& division) {
   float time = cost::tile(work.padded_head_dim) * (cost::kUneven * uneven + (1 - cost::kUneven) * even);
   constexpr float kLanes = 4;  // that write a vector
   if (division.in_cluster) {
-    constexpr float kWorkerThreads = 64;
+    float threads = workers * static_cast<float>(work.worker_threads);
     float own = std::max(1.f, workers / splits);  // work tiles of a CTA
-    time += cost::kWrite * ceil_div(own * ceil_div(vectors, cluster) * kLanes, kWorkerThreads * workers);
+    time += cost::kWrite * ceil_div(own * ceil_div(vectors, cluster) * kLanes, threads);
     if (cluster > 1) time += cost::kCluster + cost::kClusterCta * cluster;
     if (cluster > cost::kPortableCluster) time += cost::kLargeCluster;
     return work.variable_length ? time + cost::kFarCode : time;
