@@ -1,6 +1,6 @@
 """Attention over sequences of very different lengths, beside as many of one length with as many tokens in all.
 
-    python -m profiling.ragged                                                # on a GPU: lengths from 128 to 32768
+    python -m profiling.ragged                         # on a GPU: 32 and 128 sequences, lengths from 128 to 32768
     python -m profiling.ragged --device cpu --batch 4 --longest 1024
 
 Lengths are log-uniform and lie on the device, as an engine has them (`seq_lens`). A draw of them is timed beside equal
@@ -10,18 +10,21 @@ cache. In brackets: what share of their elements a second the ragged batch reach
 from __future__ import annotations
 
 import argparse
+import copy
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
 import cute_kernels as ck
-from profiling import command_line, environment, timing
+from profiling import command_line, environment, folders, plain_rows, timing
 
+NAME = "ragged"
+BATCHES = "32,128"
 COPIES = 2  # of every cache at least, used in turn
 SIZES = (
-    ("batch", 32, "sequences"),
     ("query-heads", 32, "a multiple of --kv-heads"),
     ("kv-heads", 8, "heads of the caches"),
     ("head-dim", 128, "D"),
@@ -73,7 +76,47 @@ class Batches:
         )
 
 
+def measured(options: argparse.Namespace, env: environment.Environment) -> Iterator[dict[str, Any]]:
+    """A row of every draw, which it prints."""
+    torch.manual_seed(options.seed)
+    batches = Batches(options, env)
+    clock = timing.timer(options.device, env.clock_mhz)
+    draws = [draw_lengths(options, draw) for draw in range(options.draws)]
+    long = batches.caches(options.longest, min(sum(lengths) for lengths in draws) // options.batch)
+    for draw, lengths in enumerate(draws):
+        mean = sum(lengths) // options.batch
+        equal = batches.caches(mean, mean)
+        rotations = {
+            "ragged": batches.calls(long, lengths),
+            "equal": batches.calls(equal),
+            "with seq_lens": batches.calls(equal, [mean] * options.batch),
+        }
+        us = {name: found.median_us for name, found in timing.measure(rotations, options.repeats, clock).items()}
+        more = sum(lengths) / (mean * options.batch)
+        shares = {name: us[name] / us["ragged"] * more for name in ("equal", "with seq_lens")}
+        beside = ", ".join(f"{name} {us[name]:.1f} us ({share:.1%})" for name, share in shares.items())
+        print(
+            f"draw {draw + 1} of {options.draws}: {mean} tokens on average, {min(lengths)} to {max(lengths)}: "
+            f"{us['ragged']:.1f} us; {beside}",
+            flush=True,
+        )
+        yield {
+            "B,Hq,Hkv,D": f"{options.batch},{options.query_heads},{options.kv_heads},{options.head_dim}",
+            "keep": options.keep,
+            "seed": options.seed + draw,
+            "tokens, mean": mean,
+            "shortest": min(lengths),
+            "longest": max(lengths),
+            "ragged, us": round(us["ragged"], 2),
+            "equal, us": round(us["equal"], 2),
+            "equal with seq_lens, us": round(us["with seq_lens"], 2),
+            "of equal": round(shares["equal"], 4),
+            "of equal with seq_lens": round(shares["with seq_lens"], 4),
+        }
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
+    words = sys.argv[1:] if arguments is None else list(arguments)
     parser = argparse.ArgumentParser(
         prog="python -m profiling.ragged", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -84,6 +127,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default="cuda",
         metavar="NAME",
         help="cpu, with a smaller --batch and --longest, or cuda (default: %(default)s)",
+    )
+    add(
+        "--batch",
+        type=command_line.positive_integers,
+        default=BATCHES,
+        metavar="LIST",
+        help="sequences (default: %(default)s)",
     )
     add("--backend", default="auto", metavar="NAME", help="of sparse_attention (default: %(default)s)")
     for name, size, what in SIZES:
@@ -101,7 +151,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="N",
         help="of the first draw, the next ones follow it (default: %(default)s)",
     )
+    command_line.add_output(parser, NAME)
     options = parser.parse_args(arguments)
+    command_line.check_output(parser, options, NAME)
     command_line.check_sizes(parser, options)
     command_line.check_backend(parser, options.backend, options.device)
     if options.shortest > options.longest:
@@ -109,30 +161,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     device = options.device
     env = environment.environment(device)
+    folder = options.out or folders.of_device(env.slug, options.commit_results)
+    try:
+        command_line.folder_for(folder)
+    except ValueError as error:
+        parser.error(str(error))
     print(env.about, flush=True)
-    torch.manual_seed(options.seed)
-    batches = Batches(options, env)
-    clock = timing.timer(device, env.clock_mhz)
-    draws = [draw_lengths(options, draw) for draw in range(options.draws)]
-    long = batches.caches(options.longest, min(sum(lengths) for lengths in draws) // options.batch)
-    for draw, lengths in enumerate(draws):
-        mean = sum(lengths) // options.batch
-        equal = batches.caches(mean, mean)
-        rotations = {
-            "ragged": batches.calls(long, lengths),
-            "equal": batches.calls(equal),
-            "with seq_lens": batches.calls(equal, [mean] * options.batch),
-        }
-        us = {name: found.median_us for name, found in timing.measure(rotations, options.repeats, clock).items()}
-        more = sum(lengths) / (mean * options.batch)
-        beside = ", ".join(
-            f"{name} {us[name]:.1f} us ({us[name] / us['ragged'] * more:.1%})" for name in ("equal", "with seq_lens")
-        )
-        print(
-            f"draw {draw + 1} of {options.draws}: {mean} tokens on average, {min(lengths)} to {max(lengths)}: "
-            f"{us['ragged']:.1f} us; {beside}",
-            flush=True,
-        )
+    rows: list[dict[str, Any]] = []
+    for batch in options.batch:
+        of_batch = copy.copy(options)
+        of_batch.batch = batch
+        for row in measured(of_batch, env):
+            rows.append({**plain_rows.run_of(env, "profiling.ragged", words), **row})
+            path = plain_rows.write(rows, folder, options.name)
+    print(f"wrote {path}", flush=True)
     return 0
 
 

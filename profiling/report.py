@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from profiling import ROOT, folders, plots, readme, records, rows, tables
+from profiling import ROOT, folders, plain_rows, plots, readme, records, rows, tables
 from profiling.ceilings import DECODE_FILE, ceilings
 from profiling.generation import readme as generation_readme
 from profiling.generation import rows as generation
@@ -35,8 +35,8 @@ DESCRIPTION = """\
 For each folder of rows (those in profiling/results by default; a sweep's own are in build/profiling/DEVICE), a folder
 of its name in build/profiling/report, which git ignores: every *.json as CSV and as a markdown table, and in plots/
 every plot, of the newest row of each case.
-With --update-docs, what is committed instead: the tables between the markers in README.md and docs/, of the newest
-rows of a GPU, and those plots beside the rows that these files show."""
+With --update-docs, what is committed instead: the tables between the markers in README.md and docs/, of the GPU with
+the most rows, and those plots beside the rows that these files show."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -99,6 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def sweep_files(folder: Path) -> list[Path]:
     others = {folder / DECODE_FILE, *folder.glob(GENERATED), *folder.glob(SCALING), *folder.glob(LOAD)}
+    others |= {*plain_rows.files(folder)}
     return sorted(set(folder.glob("*.json")) - others)
 
 
@@ -141,6 +142,10 @@ def write_tables(folder: Path, target: Path) -> int:
         served = load.read(path)
         load.write_csv(served, target / f"{path.stem}.csv")
         count += _write_table(load.markdown(served), target / f"{path.stem}.md")
+    for path in plain_rows.files(folder):
+        plain = records.read(path)
+        records.write_csv(target / f"{path.stem}.csv", plain)
+        count += _write_table(plain_rows.markdown(plain, path.stem), target / f"{path.stem}.md")
     if (folder / ACCURACY).is_file():
         from profiling.recipes import associative_recall as recipe
 
@@ -217,7 +222,7 @@ def _shown_plots(folder: Path, text: str) -> list[str]:
 
 
 def blocks(found: Sequence[Path]) -> list[tuple[str, str, Callable[[Path], str]]]:
-    """(first marker, last marker, document -> what it has in between) of the newest rows of a GPU.
+    """(first marker, last marker, document -> what it has in between) of the GPU with the most rows.
 
     Raises:
         ReadmeError: rows are missing.
@@ -229,20 +234,20 @@ def blocks(found: Sequence[Path]) -> list[tuple[str, str, Callable[[Path], str]]
         (
             readme.BEGIN,
             readme.END,
-            lambda document: readme.figures_block(figures[_newest(figures)], _link(_newest(figures), document)),
+            lambda document: readme.figures_block(figures[_shown(figures)], _link(_shown(figures), document)),
         ),
         (
             generation_readme.BEGIN,
             generation_readme.END,
             lambda document: generation_readme.table_block(
-                made[_newest(made)], _link(_newest(made) / f"{generation.NAME}.json", document)
+                made[_shown(made)], _link(_shown(made) / f"{generation.NAME}.json", document)
             ),
         ),
         (
             load_readme.BEGIN,
             load_readme.END,
             lambda document: load_readme.table_block(
-                served[_newest(served)], _link(_newest(served) / f"{load.NAME}.json", document)
+                served[_shown(served)], _link(_shown(served) / f"{load.NAME}.json", document)
             ),
         ),
     ]
@@ -276,11 +281,12 @@ def update_docs(found: Sequence[Path], documents: Sequence[Path]) -> list[str]:
     return problems
 
 
-def _newest(found: Mapping[Path, Sequence[Row] | Sequence[generation.Row] | Sequence[load.Row]]) -> Path:
+def _shown(found: Mapping[Path, Sequence[Row] | Sequence[generation.Row] | Sequence[load.Row]]) -> Path:
+    """The folder of the GPU with the most rows, of several the newest: a part of them on another one shows nothing."""
     measured = {folder: its_rows for folder, its_rows in found.items() if its_rows}
     if not measured:
         raise readme.ReadmeError("no rows of a GPU")
-    return max(measured, key=lambda folder: max(row.timestamp for row in measured[folder]))
+    return max(measured, key=lambda each: (len(measured[each]), max(row.timestamp for row in measured[each])))
 
 
 def _link(path: Path, document: Path) -> str:

@@ -47,6 +47,11 @@ class Mismatch(AssertionError):
     """The cache differs from the model."""
 
 
+def _differs(got: Tensor, want: Tensor) -> Tensor:
+    """Where; any NaN is like another."""
+    return ~((got == want) | (got.isnan() & want.isnan()))
+
+
 class Soak:
     """One cache and its model."""
 
@@ -117,16 +122,18 @@ class Soak:
         self._require(not failed, "an append left tokens out")
 
     def check_content(self, row: int) -> None:
-        for name, (_, _, differs) in zip("kv", self._compare(row)):
-            self._require(not differs.any(), f"{name} of row {row} differs in {int(differs.sum())} elements")
+        for name, got, want in self._content(row):
+            if torch.equal(got.view(torch.int16), want.view(torch.int16)):  # the usual case, in less time
+                continue
+            count = int(_differs(got, want).sum())
+            self._require(not count, f"{name} of row {row} differs in {count} elements")
 
-    def _compare(self, row: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """What the cache holds, what it should hold, and where they differ, for K and V."""
+    def _content(self, row: int) -> list[tuple[str, Tensor, Tensor]]:
+        """What the cache holds and what it should hold, of K and V."""
         sequence, result = self.model.take(row), []
         for name, got, want in zip("kv", self.cache.dense(row), (sequence.keys, sequence.values)):
-            got = got.cpu()
             self._require(got.shape == want.shape, f"{name} of row {row}: {tuple(got.shape)}, not {tuple(want.shape)}")
-            result.append((got, want, ~((got == want) | (got.isnan() & want.isnan()))))
+            result.append((name, got.cpu(), want))
         return result
 
     def _accept_dropped(self, rows: list[int], before: dict[str, int]) -> None:
@@ -136,7 +143,8 @@ class Soak:
         if all(after[name] == before[name] for name in names):
             return
         for row in rows:
-            (keys, _, differs_k), (values, _, differs_v) = self._compare(row)
+            (_, keys, want_k), (_, values, want_v) = self._content(row)
+            differs_k, differs_v = _differs(keys, want_k), _differs(values, want_v)
             dropped = not (keys[differs_k].any() or values[differs_v].any())
             self._require(dropped, f"row {row} differs in more than dropped values")
             lost = [lost[0] + int(differs_k.sum()), lost[1] + int(differs_v.sum())]

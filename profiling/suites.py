@@ -152,6 +152,14 @@ def _serving(device: str) -> list[Block]:
     return [Block(SERVING_OPS, tuple(loads), best_backend=True)]
 
 
+def _paged(device: str) -> list[Block]:
+    """KVCache.attend and the plain call where a step's start and end count most, and at the README's figures."""
+    shapes = figures(device)
+    if device == "cuda":
+        shapes += [Shape(1, 32, 8, 1, 1024, 128), Shape(64, 32, 8, 1, 1024, 128), Shape(1, 32, 8, 1, 8192, 128)]
+    return [Block(SERVING_OPS, tuple(Load(s, usual_keeps(s.head_dim)[0]) for s in shapes), best_backend=True)]
+
+
 def _named(about: str, lists: Callable[[str], list[Block]]) -> Suite:
     return Suite(f"{about}; only if named", lists, by_default=False, has_file=True)
 
@@ -171,6 +179,7 @@ SUITES = {
     "readme": Suite("the figures that the README quotes", _readme, has_file=True),
     "codecs": _named("attention and compress in narrow codecs", _codecs),
     "queries": _named("attention of 1 to 2048 query tokens, best backend", _queries),
+    "paged": _named("KVCache.attend beside the plain call at the README's shapes", _paged),
     "serving": _named(
         "attention on a grid of batches, tokens and heads, plain and KVCache.attend, best backend", _serving
     ),

@@ -13,7 +13,7 @@ import torch
 
 import profiling
 from cute_kernels._runtime.extension import _C
-from profiling import command_line
+from profiling import command_line, records
 
 FOLDER = profiling.ROOT / "profiling"
 COMMANDS = sorted(
@@ -71,6 +71,16 @@ WRONG = [
     ("profiling.soak", "--ops", "-5", "--ops: '-5' is not a positive integer"),
     ("profiling.soak", "--ops", "0", "--ops: '0' is not a positive integer"),
     ("profiling.soak", "--seed", "-1", "--seed: '-1' is not an integer from 0"),
+    ("profiling.soak", "--processes", "0", "--processes: '0' is not a positive integer"),
+    ("profiling.soak", "--minutes", "0", "--minutes: '0' is not a positive number"),
+    ("profiling.soak", "--name", "x", "--name: must begin with soak, got x"),
+    ("profiling.soak", "--out", "{file}", "cannot make the folder"),
+    ("profiling.steps", *CPU, "--shape", "1,3,2,64", "Hq = 3 is not a multiple of Hkv = 2"),
+    ("profiling.steps", *CPU, "--sparsity", "1", "--sparsity must be at least 0 and below 1"),
+    ("profiling.steps", *CPU, "--head-dim", "7", "--head-dim: must be a multiple of 8"),
+    ("profiling.steps", *CPU, "--out", "{file}", "cannot make the folder"),
+    ("profiling.ragged", *CPU, "--batch", "3,0", "--batch: '0' is not a positive integer"),
+    ("profiling.ragged", *CPU, "--out", "{file}", "cannot make the folder"),
     ("profiling.soak", "--device", "foo", "--device: 'foo' is neither cpu nor cuda"),
     ("profiling.soak", "--device", "meta", "--device: 'meta' is neither cpu nor cuda"),
     ("profiling.soak", "--backend", "sm90", "--backend: backend 'sm90' takes tensors on a cuda device"),
@@ -190,10 +200,30 @@ def test_an_instruction_set_that_is_wrong(command, arguments, monkeypatch):
     assert status == 2 and "CUTE_KERNELS_CPU_ISA=avx10k is unknown" in err.splitlines()[-1]
 
 
-def test_soak_does_what_it_counts():
-    status, out, err = ended("profiling.soak", "--ops", "7", "--seed", "1")
+def test_soak_does_what_it_counts(tmp_path):
+    status, out, err = ended("profiling.soak", "--ops", "7", "--seed", "1", "--out", tmp_path)
     assert status == 0 and "7 operations on cpu, seed 1," in out and "all as the model" in out
     done = dict(re.findall(r"(\w+) (\d+)", out.splitlines()[1]))
     assert sum(int(n) for name, n in done.items() if name not in ("refused", "dropped")) == 7
     assert "[4/4]" in err and "seed 1" in err
     assert sys.modules["profiling.soak"].OPS_A_LINE > 7
+
+
+def test_soak_goes_on_where_it_ended(tmp_path):
+    """Pieces have rows with their seeds; the next ones follow until there are enough."""
+    soak = ("profiling.soak", "--ops", "4", "--out", tmp_path)
+    assert ended(*soak, "--seed", "5", "--total", "8")[0] == 0
+    status, out, err = ended(*soak, "--total", "13", "--processes", "2")
+    assert status == 0 and "8 operations on cpu, seeds 7 to 8," in out and "seed 7" in err
+    found = records.read(tmp_path / "soak.json")
+    assert sorted((row["seed"], row["operations"]) for row in found) == [(5, 4), (6, 4), (7, 4), (8, 4)]
+    status, out, _ = ended(*soak, "--total", "13")
+    assert status == 0 and out.startswith("16 operations of this device and commit are in ")
+    assert len(records.read(tmp_path / "soak.json")) == 4
+
+
+def test_soak_ends_in_time(tmp_path):
+    status, out, _ = ended(
+        "profiling.soak", "--ops", "4", "--seed", "1", "--total", "4000", "--minutes", "1e-6", "--out", tmp_path
+    )
+    assert status == 0 and out.startswith("4 operations on cpu, seed 1,")

@@ -8,11 +8,11 @@ import re
 import pytest
 import torch
 
-from profiling import ragged
+from profiling import ragged, records
 
 SMALL = [
     "--batch",
-    "3",
+    "2,3",
     "--query-heads",
     "4",
     "--kv-heads",
@@ -37,15 +37,20 @@ LINE = re.compile(
 
 
 def draws_of(text: str) -> list[tuple[int, ...]]:
-    return [tuple(int(number) for number in LINE.fullmatch(line).groups()) for line in text.splitlines()[1:]]
+    return [tuple(int(number) for number in LINE.fullmatch(line).groups()) for line in text.splitlines()[1:-1]]
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_a_line_for_every_draw(device, capsys):
-    assert ragged.main([*SMALL, "--device", device]) == 0
+def test_a_line_and_a_row_for_every_draw(device, capsys, tmp_path):
+    assert ragged.main([*SMALL, "--device", device, "--out", str(tmp_path)]) == 0
     found = draws_of(capsys.readouterr().out)
-    assert [draw for draw, *_ in found] == [1, 2]
+    assert [draw for draw, *_ in found] == [1, 2, 1, 2]
     assert all(5 <= shortest <= mean <= longest <= 200 for _, mean, shortest, longest in found)
+    rows = records.read(tmp_path / "ragged.json")
+    sizes = [(row["tokens, mean"], row["shortest"], row["longest"]) for row in rows]
+    assert sizes == [(mean, shortest, longest) for _, mean, shortest, longest in found]
+    assert [row["B,Hq,Hkv,D"] for row in rows] == ["2,4,2,64"] * 2 + ["3,4,2,64"] * 2
+    assert all(row["of equal"] == pytest.approx(row["equal, us"] / row["ragged, us"], rel=0.1) for row in rows)
 
 
 def test_lengths_are_log_uniform():
