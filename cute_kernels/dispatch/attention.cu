@@ -133,6 +133,7 @@ void run_with(Kernels<Params> const& kernels, attention::Problem const& problem,
               tiles,
               vectors,
               keys.padded_head_dim,
+              n,
               plan.config.workers,
               worker_threads,
               schedule.variable_length};

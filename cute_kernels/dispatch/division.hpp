@@ -18,6 +18,7 @@ struct Work {
   int64_t tiles;  // KV tiles of all of them
   int vectors;    // that a work tile's result is written in
   int padded_head_dim;
+  int rows;          // query rows that the kernel multiplies
   int most_workers;  // of a CTA
   int worker_threads;
   bool variable_length;  // see schedule::Params
@@ -32,7 +33,9 @@ struct Division {
 // What takes time, beside what all divisions share, in microseconds: fitted to calls with a cold cache on an H200.
 namespace cost {
 // A KV tile's share of a busy SM.
-inline float tile(int padded_head_dim) { return std::max(0.26f, 0.003f * static_cast<float>(padded_head_dim)); }
+inline float tile(int padded_head_dim, int rows) {
+  return std::max(0.26f, 0.003f * static_cast<float>(padded_head_dim)) * (1 + 0.012f * static_cast<float>(rows - 8));
+}
 inline constexpr float kLatency = 2.3f;  // of such shares: from a worker's tile to its next one at least
 // How much the longest split counts where other workers of its CTA have shorter ones.
 inline constexpr float kUneven = 0.35f;
@@ -63,7 +66,7 @@ inline float estimated_time(Work const& work, Division const& division) {
   float of_cta = splits > 0 ? longest * workers / splits : tiles / ctas;
   float uneven = of_split * std::max(cost::kLatency, workers),
         even = std::max(of_split * cost::kLatency, of_cta + cost::more_tiles(work, workers, of_cta));
-  float time = cost::tile(work.padded_head_dim) * (cost::kUneven * uneven + (1 - cost::kUneven) * even);
+  float time = cost::tile(work.padded_head_dim, work.rows) * (cost::kUneven * uneven + (1 - cost::kUneven) * even);
   constexpr float kLanes = 4;  // that write a vector
   if (division.in_cluster) {
     float threads = workers * static_cast<float>(work.worker_threads);

@@ -133,7 +133,7 @@ int main() {
             workers, step);
       if (one_ring) check_in_clusters(device, plan.config, heads * row_blocks, tiles_per_head);
       if (one_ring)
-        check_division(device, {heads * row_blocks, tiles_per_head, tiles, draw(1, 64) * 32, head_dim, workers,
+        check_division(device, {heads * row_blocks, tiles_per_head, tiles, draw(1, 64) * 32, head_dim, n, workers,
                                 32 * kernel.worker_warps, draw(0, 1) == 1});
     }
   }
