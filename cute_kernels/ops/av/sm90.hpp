@@ -38,7 +38,6 @@ __global__ void __launch_bounds__(pipeline::kMaxThreads<product::sm90::kMaxWarpg
       params, shared, [&](auto const& schedule, auto const& ring, int worker) {
         product::sm90::WarpPipeline<PCopy> pipeline(params.stages, ring, worker, {params});
         Combine combine(params.schedule, params.output, params.cluster, schedule);
-        auto first = combine.first_destination();
         // When all tiles have been read the stages take partials, and behind them, where every stage has more room than its
         // partial needs, the work tiles that these are of.
         auto* stages = reinterpret_cast<Partial<Traits>*>(ring.data);
@@ -56,7 +55,7 @@ __global__ void __launch_bounds__(pipeline::kMaxThreads<product::sm90::kMaxWarpg
         auto sync_workers = [&] { pipeline.sync_workers(); };
         if (params.schedule.in_cluster) {
           combine.arrive();
-          return combine.write(stages, 32 * workers, first, sync_workers);
+          return combine.write(stages, 32 * workers, combine.first_destination(), sync_workers);
         }
         sync_workers();
         reduce::sum_in_cta<OutputShape<Traits>>(params.output, ring.data, sizeof(Partial<Traits>), last_work_tiles,
