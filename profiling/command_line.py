@@ -10,6 +10,8 @@ from typing import NoReturn
 
 import torch
 
+from profiling import folders
+
 LARGEST = 2**31 - 1  # of a size: kernels count in 32 bits
 LARGEST_SEED = 2**62  # commands add to it, and torch takes 64 bits
 
@@ -129,6 +131,15 @@ def check_output(parser: argparse.ArgumentParser, options: argparse.Namespace, n
         parser.error("--commit-results needs a GPU, and goes without --out")
     if Path(options.name).name != options.name or not options.name.startswith(name):
         parser.error(f"--name: must begin with {name}, got {options.name}")
+
+
+def output_folder(options: argparse.Namespace, slug: str) -> Path:
+    """Makes the folder for the rows: that of --out, else the device's, committed with --commit-results.
+
+    Raises:
+        ValueError: it cannot be made; the message says why.
+    """
+    return folder_for(options.out or folders.of_device(slug, options.commit_results))
 
 
 def folder_for(path: Path) -> Path:

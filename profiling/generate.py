@@ -20,7 +20,7 @@ os.environ.setdefault(ALLOCATOR, EXPANDABLE)
 
 import torch
 
-from profiling import command_line, folders
+from profiling import command_line
 from profiling.environment import environment
 from profiling.generation import heads, measure, mesh, models, rows
 from profiling.generation.measure import Side
@@ -61,8 +61,7 @@ def _generate(args: argparse.Namespace, made: Any) -> int:
     sides = _sides(args, made)
     try:  # what would fail between the measurements fails now
         env = environment(args.device)
-        folder = args.out or folders.of_device(env.slug, args.commit_results)
-        command_line.folder_for(folder)
+        folder = command_line.output_folder(args, env.slug)
         _check_kept(args, models.head_dim(models.config_of(args.model, args.random_config)))
         model = models.load(args.model, args.random_config, getattr(torch, args.dtype), args.device, args.seed)
         if made is not None and mesh.HEADS in args.mesh:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 import cute_kernels as ck
-from profiling import command_line, environment, folders, plain_rows, timing
+from profiling import command_line, environment, plain_rows, timing
 
 NAME = "ragged"
 BATCHES = "32,128"
@@ -161,9 +161,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     device = options.device
     env = environment.environment(device)
-    folder = options.out or folders.of_device(env.slug, options.commit_results)
     try:
-        command_line.folder_for(folder)
+        folder = command_line.output_folder(options, env.slug)
     except ValueError as error:
         parser.error(str(error))
     print(env.about, flush=True)

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from profiling import command_line, environment, folders, plain_rows, records
+from profiling import command_line, environment, plain_rows, records
 from profiling.progress import Progress
 from profiling.soak_driver import SHAPES, Mismatch, Shape, Soak
 
@@ -153,10 +153,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command_line.check_output(parser, options, NAME)
     command_line.check_backend(parser, options.backend, options.device)
     env = environment.environment(options.device)
-    folder = options.out or folders.of_device(env.slug, options.commit_results)
-    path = folder / f"{options.name}.json"
     try:
-        command_line.folder_for(folder)
+        path = command_line.output_folder(options, env.slug) / f"{options.name}.json"
         rows = records.read(path) if path.exists() else []
     except ValueError as error:
         parser.error(str(error))
@@ -190,7 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "done": _listed(counts),
         }
         rows.append({**shared, **row})
-        plain_rows.write(rows, folder, options.name)
+        plain_rows.write(rows, path.parent, options.name)
     seconds = time.monotonic() - started
     seeds = f"seed {seed}" if operations <= options.ops else f"seeds {seed} to {seed + operations // options.ops - 1}"
     print(f"{operations} operations on {options.device}, {seeds}, {seconds:.0f} s: all as the model")

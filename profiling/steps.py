@@ -21,7 +21,7 @@ import torch
 
 import cute_kernels as ck
 from cute_kernels._cache.rows import core_of
-from profiling import command_line, environment, folders, plain_rows, timing
+from profiling import command_line, environment, plain_rows, timing
 from profiling.cases import CODECS, keep_of
 
 NAME = "steps"
@@ -235,9 +235,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command_line.check_sizes(parser, options)
     command_line.check_backend(parser, "auto", options.device)
     env = environment.environment(options.device)
-    folder = options.out or folders.of_device(env.slug, options.commit_results)
     try:
-        command_line.folder_for(folder)
+        folder = command_line.output_folder(options, env.slug)
     except ValueError as error:
         parser.error(str(error))
     print(env.about, flush=True)

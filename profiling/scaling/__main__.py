@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from profiling import command_line, folders
+from profiling import command_line
 from profiling.command_line import positive_integer, positive_integers
 from profiling.environment import Environment, environment
 from profiling.scaling import attention, generation, model, rows
@@ -133,9 +133,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _measure(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     env = environment(args.device)
-    folder = args.out or folders.of_device(env.slug, args.commit_results)
     try:
-        command_line.folder_for(folder)
+        folder = command_line.output_folder(args, env.slug)
     except ValueError as error:
         print(f"python -m profiling.scaling: error: {error}", file=sys.stderr)
         return EXIT_MISSING

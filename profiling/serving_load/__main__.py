@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from profiling import command_line, folders
+from profiling import command_line
 from profiling.environment import Environment, environment
 from profiling.generation.models import RANDOM_CONFIGS
 from profiling.serving_load import rows
@@ -197,9 +197,8 @@ def _milliseconds(seconds: float | None) -> float | None:
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
     env = environment(args.device)
-    folder = args.out or folders.of_device(env.slug, args.commit_results)
     try:
-        command_line.folder_for(folder)
+        folder = command_line.output_folder(args, env.slug)
         from profiling.serving_load import sides
 
         on_gpu = args.device.type == "cuda"
