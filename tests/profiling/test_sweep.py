@@ -168,7 +168,10 @@ def test_results_are_written_when_asked_for(tmp_path, monkeypatch, capsys):
     for part in (["--op", "compress"], ["--quick"], ["--suite", "compress"], ["--repeats", "3"], ["--out", "x"]):
         with pytest.raises(SystemExit):
             sweep.main([*part, "--commit-results"])
-        assert "--commit-results takes all suites or one of readme, codecs, queries, serving" in capsys.readouterr().err
+        assert (
+            "--commit-results takes all suites or one of readme, codecs, queries, paged, serving"
+            in capsys.readouterr().err
+        )
 
 
 def test_rows_under_way_leave_other_results_alone(tmp_path, monkeypatch):
