@@ -35,6 +35,4 @@ def add_training(made: argparse.ArgumentParser, seconds: float) -> None:
 
 def folder(args: argparse.Namespace, where: Environment) -> Path:
     """Where rows go, made if need be. Raises ValueError if it cannot be."""
-    chosen = args.out or folders.of_device(where.slug, args.commit_results) / "accuracy"
-    command_line.folder_for(chosen)
-    return chosen
+    return command_line.folder_for(args.out or folders.of_device(where.slug, args.commit_results) / "accuracy")
