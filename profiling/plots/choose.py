@@ -11,11 +11,12 @@ from profiling.rows import Row
 
 def plain(rows: Iterable[Row], ops: Collection[str] = DECODE_OPS) -> list[Row]:
     """Operations of the usual kind: fp16 all through, cold cache, single calls, gaussian data, nothing tuned."""
-    usual = ("float16", "", "cold", "events", "gaussian", 0)
     return [
         row
         for row in rows
-        if row.op in ops and (row.dtype, row.scores, row.cache, row.timing, row.data, row.stages_ahead) == usual
+        if row.op in ops
+        and (row.dtype, row.codec, row.scores) == ("float16", "", "")
+        and (row.cache, row.timing, row.data, row.stages_ahead) == ("cold", "events", "gaussian", 0)
     ]
 
 

@@ -152,9 +152,9 @@ def test_the_best_complete_backend_is_quoted(h200):
 
 def test_rows_of_another_kind_are_not_quoted(h200):
     others = [
-        moved(row, median_us=1.0, timestamp="9999", **change)
+        moved(row, median_us=1.0, peer_us=row.peer_us and row.peer_us / 2, timestamp="9999", **change)
         for row in h200
-        for change in ({"cache": "warm"}, {"timing": "graph"}, {"scores": "float32"})
+        for change in ({"cache": "warm"}, {"timing": "graph"}, {"scores": "float32"}, {"codec": "int4"})
     ]
     assert readme.figures_block(rows.newest(h200 + others), "x") == readme.figures_block(h200, "x")
 
@@ -318,9 +318,10 @@ def test_equal_rows_give_equal_files(tmp_path, h200):
     pytest.importorskip("matplotlib")
     from profiling.plots import bits, style
 
-    for name in "ab":
+    narrow = [moved(row, codec="int4", bits_per_element=3.0) for row in h200]  # of other values than the figure's
+    for name, found in (("a", h200), ("b", h200 + narrow)):
         with style.settings():
-            style.save(bits.figure(h200, ceilings.Ceilings()), tmp_path / name, "bits")
+            style.save(bits.figure(found, ceilings.Ceilings()), tmp_path / name, "bits")
     assert (tmp_path / "a" / "bits.png").read_bytes() == (tmp_path / "b" / "bits.png").read_bytes()
 
 
