@@ -40,7 +40,7 @@ def sparse_attention(
 
     q: (B, Hq, Sq, D) of k's dtype, on its device, any strides but 1 in the last dimension.
     k, v: SparseKV of roles "key" and "value", alike in shape (B, Hkv, T, D), dtype and device; compressed together or
-        not, in any codec; on a GPU in the same one.
+        not; each in any codec, on a GPU both in the same one.
     scale: finite; None: 1 / sqrt(D).
     window: (k_win, v_win), each (B, Hkv, W, D) of k's dtype: dense tokens that follow the compressed ones.
     seq_lens: (B,) int32 on k's device, 0 to T: how many compressed tokens of each batch row count; the window follows

@@ -76,12 +76,13 @@ def compress(
 ) -> SparseKV:
     """Prunes and compresses a K or V cache.
 
-    x, sparsity, keep, method: as for `prune`. With neither sparsity nor keep, every nonzero of x is stored exactly.
+    x, sparsity, keep, method: as for `prune`. With neither sparsity nor keep, every nonzero of x is kept.
     role: "key" or "value".
     codec: how nonzeros are stored. None: as they are ("fp16" of float16, "bf16" of bfloat16), or as `out` was
-        preallocated for. "fp8" (OCP FP8 E4M3), "int8", "int4": rounded after pruning to the nearest number, ties to
-        even, relative to a scale a token and one a channel, which the first 512 tokens of x decide (docs/format.md).
-        What is kept does not depend on it. "fp8" stores NaN, none of the three infinity.
+        preallocated for. "fp8" (OCP FP8 E4M3), "int8" and "int4" are narrow: after pruning, each value is divided by
+        the scales of its channel and of its token and rounded to the codec's nearest number, ties to even. The first
+        512 tokens of x decide the scales of channels (docs/format.md). What is kept does not depend on the codec. No
+        narrow codec stores infinity, and of them "fp8" alone NaN.
     tile_format: where the values are. "bitmap" takes every pattern. "two_of_four" is smaller and faster to multiply; it
         takes rule "2of4", or a cache that has the pattern already: at most two nonzeros in every four neighbouring
         channels of keys, or tokens of values, as they lie in memory, with method "magnitude" and neither sparsity nor
@@ -98,9 +99,9 @@ def compress(
     every nonzero.
 
     Raises what `prune` raises; TypeError or ValueError for a wrong codec or tile_format, if out does not fit x, or x
-    does not have the pattern that "two_of_four" needs; ValueError for
-    values that the codec cannot store, which with out on a GPU comes when the content's size is next looked at; without
-    out, ValueError if the storage would exceed 2^31 rows of 128 bytes.
+    does not have the pattern that "two_of_four" needs; ValueError for values that the codec cannot store: with out on a
+    GPU not here, but when the content's size is next looked at; without out, ValueError if the storage would exceed
+    2^31 rows of 128 bytes.
     """
     checks.role(role)
     rule = rules.resolve(method)
@@ -265,8 +266,9 @@ def _compress_eagerly(caches: list[Cache]) -> list[Storage]:
 
 
 def decompress(kv: SparseKV) -> Tensor:
-    """The dense cache (B, Hkv, T, D) that `kv` holds: bit for bit what `prune` gives. Of a codec with scales: a code's
-    number times both, rounded once to kv.dtype, to no more than its largest number; products multiply the exact value.
+    """The dense cache (B, Hkv, T, D) that `kv` holds. In "fp16" and "bf16": bit for bit what `prune` gives. In a narrow
+    codec: the number of each code times its two scales, rounded once to kv.dtype, but to no infinity. Products multiply
+    the value before that rounding.
 
     Raises TypeError if kv is no SparseKV; RuntimeError if the extension has no kernels for its device.
     """

@@ -72,9 +72,9 @@ class KVCache(CacheRows):
         Rules that need queries or choose channels for all tokens are refused. Slots hold as much of a tile as the rule
         keeps on average (`Rule.mean_kept`). Rules other than "magnitude" prune in torch operations: they may wait for
         the device, and such a cache cannot be captured in a CUDA graph.
-    codec, key_codec, value_codec: how nonzeros are stored, as for `compress_kv`; on a GPU keys and values alike. Scales
-        of channels are chosen by the first tile of a sequence. What a codec cannot store (infinity, and NaN but in
-        "fp8") is stored as its largest or least number and counted in `statistics`.
+    codec, key_codec, value_codec: how nonzeros are stored, as for `compress_kv`; on a GPU keys and values alike. The
+        first tile of a sequence decides its scales of channels. What a narrow codec cannot store is replaced and
+        counted in `statistics`: infinity by the largest number of its sign, NaN, but for "fp8", by the least number.
     window: newest tokens of a sequence that are always dense; memory is taken for `capacity` of them at most.
     page_tokens: a multiple of 64.
     max_append: from 1 to 64, new tokens a sequence that `append` takes in one kernel; windows are made for them. More
@@ -157,7 +157,8 @@ class KVCache(CacheRows):
         return self.capacity
 
     def nbytes(self) -> int:
-        """Bytes of all memory that the cache holds: pages, used or not, windows, page table, lengths and orders."""
+        """Bytes of all memory that the cache holds: pages, used or not, windows, page table, lengths, orders, scales of
+        channels."""
         return self._core.storage.nbytes
 
     @exclusive
@@ -168,7 +169,7 @@ class KVCache(CacheRows):
         pages, pages_free, pages_shared: of the pool; reserved ones are not free. page_bytes: size of one.
         key_tiles_trimmed, key_values_dropped, value_tiles_trimmed, value_values_dropped: since the cache was made,
             tiles that exceeded their slots, and nonzeros that they lost.
-        key_values_refused, value_values_refused: since then, nonzeros that the codec could not store as they were.
+        key_values_refused, value_values_refused: since then, infinities and NaN that a narrow codec replaced.
         key_values_constrained, value_values_constrained: nonzeros that rule "magnitude" would have kept, as many a
             token, and that "2of4" or "magnitude-2of4" could not.
         """

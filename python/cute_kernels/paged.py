@@ -93,7 +93,8 @@ def configure(
     kv_heads, head_dim: Hkv, and D, a multiple of 8 up to 256. dtype: float16 or bfloat16, of k and v.
     sparsity, keep, key_keep, value_keep: what is kept of every token, as for `compress_kv`; with none of them every
         nonzero is.
-    codec: how nonzeros are stored, as for `compress`.
+    codec: how nonzeros of keys and of values are stored, as for `compress`. What a narrow one cannot store is replaced
+        as in `KVCache`.
     window: newest tokens of a sequence that are dense at least. page_tokens: a multiple of 64.
     max_append: from 1 to 64, new tokens a sequence that `append` takes.
 
@@ -174,9 +175,10 @@ def make_windows(config: PageConfig, tensors: Mapping[str, Tensor]) -> Windows:
 
 
 def choose_orders(pool: Pool, k: Tensor, v: Tensor) -> None:
-    """Chooses the layer's channel orders by these tokens' nonzeros, so that tiles of tokens like them are short, and of
-    narrow codecs the scales of channels. Until then channels are in the order of memory, and their scales are 1: tiles
-    are as right, but longer, and more of them have to be trimmed.
+    """Chooses the layer's channel orders by these tokens' nonzeros, so that tiles of tokens like them are short. Also
+    the scales of channels that narrow codecs have, by the first 512 tokens. Until then channels are in the order of
+    memory, and their scales are 1: tiles are longer, so that more of them have to be trimmed, and narrow codecs err
+    more where channels differ in size.
 
     k, v: (n, Hkv, T, D) in the pool's dtype, any strides but 1 in the last dimension: the first prompts, or tokens for
         calibration. Tiles that are stored already cannot be read any more: call it before the first.

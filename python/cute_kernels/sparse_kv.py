@@ -27,7 +27,8 @@ class SparseKV:
 
     shape: torch.Size (B, Hkv, T, D) of the cache it stands for.
     dtype: torch.float16 or torch.bfloat16, of the cache that was compressed and of what `decompress` gives.
-    codec: how nonzeros are stored: "fp16" and "bf16" as they are; "fp8", "int8" and "int4" rounded, relative to scales.
+    codec: how nonzeros are stored: "fp16" and "bf16" as they are; "fp8", "int8" and "int4" rounded to codes of 8 or 4
+        bits that are relative to scales of tokens and of channels.
     tile_format: where nonzeros are and in which order: "bitmap", or "two_of_four" where of every four neighbours two
         are stored.
     device: where the storage lies.
@@ -39,8 +40,8 @@ class SparseKV:
     token_order: uint8 (B, Hkv, N, 64), token position in a tile -> token, counted from the tile's first. Caches that
         were compressed together share this tensor.
     channel_order: uint8 (B, Hkv, Dp), channel position -> channel.
-    channel_scale: bfloat16 (B, Hkv, Dp), by channel position; None for "fp16" and "bf16". Scales of tokens are in
-        blocks.
+    channel_scale: bfloat16 (B, Hkv, Dp), channel position -> its scale; None for "fp16" and "bf16". The scales of
+        tokens are in the blocks.
     max_tile_rows: rows of the longest block.
     """
 
@@ -139,8 +140,8 @@ class SparseKV:
 
     @property
     def nnz(self) -> int:
-        """Nonzeros of the whole cache; if not known yet, counted in the storage with a device synchronisation. In the
-        tile format "two_of_four" a kept value that its codec rounds to zero does not count."""
+        """Nonzeros of the whole cache; if not known yet, counted in the storage with a device synchronisation. A kept
+        value that its codec rounds to zero counts in tile format "bitmap", and does not in "two_of_four"."""
         storage = self._storage.exact()
         if storage.nnz is None:
             storage.nnz = tile_reader.count_nonzeros(storage)

@@ -92,7 +92,7 @@ def store(
 
 def choose_orders(pool: Pool, k: Tensor, v: Tensor) -> None:
     """Chooses the shared channel orders by these tokens' nonzeros, so that tiles of tokens like them are short, and the
-    shared scales of channels by the first of them.
+    shared scales of channels by the first 512 of them.
 
     k, v: (n, Hkv, tokens, D) in the pool's dtype, any strides but 1 in the last dimension: the first prompts, or tokens
         for calibration. Tiles that are stored already cannot be read any more.

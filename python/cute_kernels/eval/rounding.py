@@ -14,7 +14,8 @@ _LARGEST = {"fp8": 448.0, "int8": 127.0, "int4": 7.0}
 
 def channel_scales(x: Tensor) -> Tensor:
     """(..., T, D) before pruning -> (..., 1, D) float32: the mean magnitude of a channel's nonzeros in the first tile,
-    as caches that grow choose it. A channel of zeros takes the largest of its head."""
+    as caches that grow choose it for rule "magnitude" (for other rules they take it after pruning). A channel of zeros
+    takes the largest of its head."""
     first = x[..., :TILE_TOKENS, :].float().abs()
     first = torch.where(first.isfinite(), first, 0.0)
     count = (first > 0).sum(-2, keepdim=True)
