@@ -138,49 +138,58 @@ class Consumer {
     if constexpr (Traits::kOverlaps) {
       multiply_keys_and_wait(0, tCrQ, tCrP);
       CUTE_NO_UNROLL
-      for (int tile = 1; tile < tiles; ++tile) {
-        unsigned keys = operand_of_keys(tile), values = operand_of_values(tile - 1, tiles);
-        Tensor tCrS = make_logits();
-        storage_.wait_full(keys);
-        multiply_keys(keys, tCrQ, tCrS);
-        storage_.wait_full(values);
-        multiply_values(values, tCrP, tCrO);
-        warpgroup_wait<1>();
-        bool rescales = finish_logits(tile, keys, tCrS);
-        warpgroup_wait<0>();
-        warpgroup_fence_operand(tCrO);
-        storage_.release(values);
-        if (rescales) rescale(tCrO);
-        convert(tCrS, tCrP);
+      for (int tile = 1; tile < tiles;) {
+        // A loop of its own: masks would be code to jump over.
+        int end = min(tiles, work_tile_.all_seen_until(work_tile_.begin + tile) - work_tile_.begin);
+        CUTE_NO_UNROLL
+        for (; tile < end; ++tile) step<false>(tile, tCrQ, tCrP, tCrO);
+        if (tile < tiles) step<true>(tile++, tCrQ, tCrP, tCrO);
       }
-      multiply_values_and_wait(operand_of_values(tiles - 1, tiles), tCrP, tCrO);
+      multiply_values_and_wait(Operand<Traits>::of_values(tiles - 1), tCrP, tCrO);
     } else {
       CUTE_NO_UNROLL
       for (int tile = 0; tile < tiles; ++tile) {
         if (multiply_keys_and_wait(tile, tCrQ, tCrP)) rescale(tCrO);
-        multiply_values_and_wait(operand_of_values(tile, tiles), tCrP, tCrO);
+        multiply_values_and_wait(Operand<Traits>::of_values(tile), tCrP, tCrO);
       }
     }
+  }
+
+  // P of a tile, while O takes up the tile before.
+  template <bool kMasks, class FragmentQ, class FragmentP, class FragmentO>
+  CUTE_DEVICE void step(int tile, FragmentQ const& tCrQ, FragmentP& tCrP, FragmentO& tCrO) {
+    unsigned keys = Operand<Traits>::of_keys(tile), values = Operand<Traits>::of_values(tile - 1);
+    Tensor tCrS = make_logits();
+    storage_.wait_full(keys);  // and the values, of the same step
+    multiply_keys(keys, tCrQ, tCrS);
+    multiply_values(values, tCrP, tCrO);
+    warpgroup_wait<1>();
+    bool rescales = finish_logits<kMasks>(tile, keys, tCrS);
+    warpgroup_wait<0>();
+    warpgroup_fence_operand(tCrO);
+    storage_.release(keys);
+    if (rescales) rescale(tCrO);
+    convert(tCrS, tCrP);
   }
 
   // P of a tile, with no product to overlap. Returns whether O is to be rescaled.
   template <class FragmentQ, class FragmentP>
   CUTE_DEVICE bool multiply_keys_and_wait(int tile, FragmentQ const& tCrQ, FragmentP& tCrP) {
-    unsigned keys = operand_of_keys(tile);
+    unsigned keys = Operand<Traits>::of_keys(tile);
     Tensor tCrS = make_logits();
     storage_.wait_full(keys);
     multiply_keys(keys, tCrQ, tCrS);
     warpgroup_wait<0>();
-    bool rescales = finish_logits(tile, keys, tCrS);
+    bool rescales = finish_logits<true>(tile, keys, tCrS);
+    storage_.release(keys);  // after the mask, which reads the stage's token order
     convert(tCrS, tCrP);
     return rescales;
   }
 
-  template <class FragmentS>
+  template <bool kMasks, class FragmentS>
   CUTE_DEVICE bool finish_logits(int tile, unsigned keys, FragmentS& tCrS) {
     warpgroup_fence_operand(tCrS);
-    mask(tile, keys, tCrS);
-    storage_.release(keys);  // after the mask, which reads the stage's token order
+    if constexpr (kMasks) mask(tile, keys, tCrS);
     return softmax_.step(tCrS);
   }
 
@@ -248,9 +257,9 @@ class Consumer {
   // Logits of tokens that a row does not see: -infinity.
   template <class FragmentS>
   CUTE_DEVICE void mask(int tile, unsigned operand, FragmentS& tCrS) {
-    if (__builtin_expect(work_tile_.seen_by_all(work_tile_.begin + tile), true)) return;
-    ptx::keep_branch();
-    KvTile kv_tile = work_tile_.kv_tile(work_tile_.begin + tile);
+    int index = work_tile_.begin + tile;
+    if (index < work_tile_.all_seen_until(index)) return;
+    KvTile kv_tile = work_tile_.kv_tile(index);
     uint8_t const* token_order = storage_.token_order[operand % Traits::kStages];
     QueryRows queries = work_tile_.queries(params_);
     int seen[2];  // of the tile's tokens

@@ -36,6 +36,7 @@ class TileDecoder {
         stages_(cast_smem_ptr_to_uint(storage.stages)),
         decoder_(decoder),
         window_tiles_(work_tile.window_tiles()),
+        first_cut_tile_(work_tile.first_cut_tile() - work_tile.begin),
         first_operand_(decoder),
         warp_(__shfl_sync(~0u, threadIdx.x / 32 % kWarpgroupWarps, 0)),
         lane_(threadIdx.x % 32) {
@@ -43,28 +44,25 @@ class TileDecoder {
   }
 
   CUTE_DEVICE void run() {
-    int tiles = work_tile_.end - work_tile_.begin, operands = 2 * tiles;
+    int tiles = work_tile_.end - work_tile_.begin, operands = Operand<Traits>::count(tiles);
     int own_operands = max(0, operands - first_operand_ + kOperandStep - 1) / kOperandStep;
     BlockLoader loader(*this, tiles);
-    if (warp_ == 0) {
+    if (warp_ == kLoadingWarp) {
       for (int i = 0; i < min(params_.block_stages, own_operands); ++i) loader.load_next(i);
     }
-    int block = 0, phase = 0, before = -1;  // stages of blocks
+    int block = 0, phase = 0;  // stages of blocks
     CUTE_NO_UNROLL
     for (int i = 0; i < own_operands; ++i) {
       unsigned number = first_operand_ + i * kOperandStep;
-      Operand operand(number, tiles);
-      if (warp_ == 0 && before >= 0 && loader.loaded() < own_operands) {
-        storage_.block_empty[decoder_][before].wait(block == 0 ? phase ^ 1 : phase);
-        loader.load_next(before);
-      }
+      Operand<Traits> operand(number);
       storage_.block_full[decoder_][block].wait(phase);
       ptx::compiler_fence();
       storage_.wait_empty(number);
-      decode(operand, block_at(block), number % Traits::kStages, i % 2);
-      storage_.fill(number, operand.is_value);
-      if (lane_ == 0) storage_.block_empty[decoder_][block].arrive();
-      before = block;
+      bool exists = operand.exists(tiles), with_order = !operand.is_value && operand.tile >= first_cut_tile_;
+      if (exists) decode(operand, block_at(block), number % Traits::kStages, i % 2, with_order);
+      storage_.fill(number, exists, with_order);
+      // All warps have read the block.
+      if (warp_ == kLoadingWarp && loader.loaded() < own_operands) loader.load_next(block);
       if (++block == params_.block_stages) block = 0, phase ^= 1;
     }
   }
@@ -78,7 +76,7 @@ class TileDecoder {
   Storage<Traits>& storage_;
   uint8_t* blocks_;
   uint32_t stages_;
-  int decoder_, window_tiles_, first_operand_, warp_, lane_;
+  int decoder_, window_tiles_, first_cut_tile_, first_operand_, warp_, lane_;
 
   static constexpr int kOperandStep = Traits::kDecoders * Traits::kClusterCtas;
 
@@ -92,13 +90,11 @@ class TileDecoder {
 
     CUTE_DEVICE int loaded() const { return loaded_; }
 
-    // With all lanes of one warp, into a stage that is empty.
+    // With all lanes of one warp, into a stage that is empty: the lane that has looked the operand up copies its block.
     CUTE_DEVICE void load_next(int stage) {
-      int source = loaded_ % 32, number = decoder_.first_operand_ + loaded_ * kOperandStep;
-      if (source == 0) look_up(number + decoder_.lane_ * kOperandStep);
-      int rows = __shfl_sync(~0u, rows_, source);
-      int64_t tile = __shfl_sync(~0u, tile_, source), first_row = __shfl_sync(~0u, first_row_, source);
-      if (decoder_.lane_ == 0) copy(Operand(number, tiles_).is_value, tile, first_row, rows, stage);
+      int source = loaded_ % 32, number = decoder_.first_operand_ + (loaded_ - source + decoder_.lane_) * kOperandStep;
+      if (source == 0) look_up(number);
+      if (decoder_.lane_ == source) copy(Operand<Traits>(number), stage);
       __syncwarp();
       ++loaded_;
     }
@@ -106,47 +102,50 @@ class TileDecoder {
    private:
     TileDecoder& decoder_;
     int tiles_, loaded_ = 0;
-    int64_t tile_, first_row_;
-    int rows_;  // 0: a tile of the window, which is not loaded
+    uint8_t const *block_, *token_order_;
+    int bytes_;  // 0: a tile of the window or none, which is not loaded
 
     CUTE_DEVICE void look_up(int number) {
-      rows_ = 0;
-      if (number >= 2 * tiles_) return;
-      Operand operand(number, tiles_);
+      bytes_ = 0;
+      Operand<Traits> operand(number);
+      if (!operand.exists(tiles_)) return;
       WorkTile const& work_tile = decoder_.work_tile_;
       KvTile kv_tile = work_tile.kv_tile(work_tile.begin + operand.tile);
       if (kv_tile.in_window) return;
       format::SparseView const& view = operand.is_value ? decoder_.params_.values : decoder_.params_.keys;
-      tile_ = view.tile_index(work_tile.sequence, work_tile.kv_head, kv_tile.first_token / format::kTileTokens);
-      first_row_ = view.first_row(tile_);
-      rows_ = view.rows(tile_);
+      int64_t tile = view.tile_index(work_tile.sequence, work_tile.kv_head, kv_tile.first_token / format::kTileTokens);
+      block_ = reinterpret_cast<uint8_t const*>(view.blocks + view.first_row(tile) * format::kLanes);
+      token_order_ = view.token_order + tile * kOrderBytes;
+      bytes_ = view.rows(tile) * format::kRowBytes;
     }
 
-    CUTE_DEVICE void copy(bool is_value, int64_t tile, int64_t first_row, int rows, int stage) {
+    // Token orders only where they are needed: to put keys in the order of the values, and to tell tokens that a query row
+    // does not see.
+    CUTE_DEVICE void copy(Operand<Traits> operand, int stage) {
       Params const& params = decoder_.params_;
       auto& full = decoder_.storage_.block_full[decoder_.decoder_][stage];
-      if (rows == 0) return full.arrive();
-      format::SparseView const& view = is_value ? params.values : params.keys;
-      int bytes = rows * format::kRowBytes;
-      bool value_order = !is_value && params.separate_orders;
+      if (bytes_ == 0) return full.arrive();
+      bool value_order = !operand.is_value && params.separate_orders;
+      bool token_order = value_order || operand.tile >= decoder_.first_cut_tile_;
       BlockStage to = decoder_.block_at(stage);
       auto policy = static_cast<uint64_t>(TMA::CacheHintSm90::EVICT_NORMAL);
-      full.arrive_and_expect_tx(bytes + (1 + value_order) * kOrderBytes);
-      ptx::bulk_copy(to.block, view.blocks + first_row * format::kLanes, bytes, &full, policy);
-      ptx::bulk_copy(to.token_order, view.token_order + tile * kOrderBytes, kOrderBytes, &full, policy);
+      full.arrive_and_expect_tx(bytes_ + (token_order + value_order) * kOrderBytes);
+      ptx::bulk_copy(to.block, block_, bytes_, &full, policy);
+      if (token_order) ptx::bulk_copy(to.token_order, token_order_, kOrderBytes, &full, policy);
       if (value_order)
-        ptx::bulk_copy(to.value_order, params.values.token_order + tile * kOrderBytes, kOrderBytes, &full, policy);
+        ptx::bulk_copy(to.value_order, params.values.token_order + (token_order_ - params.keys.token_order),
+                       kOrderBytes, &full, policy);
     }
   };
 
   // parity: of the decoder's operands.
-  CUTE_DEVICE void decode(Operand operand, BlockStage const& from, int stage, int parity) {
+  CUTE_DEVICE void decode(Operand<Traits> operand, BlockStage const& from, int stage, int parity, bool with_order) {
     if (operand.tile < window_tiles_)
       copy_window_tile(operand.is_value, work_tile_.kv_tile(work_tile_.begin + operand.tile).first_token, stage);
     else if (operand.is_value)
       decode_values(from, operand.tile - window_tiles_, stage);
     else
-      decode_keys(from, stage, parity);
+      decode_keys(from, stage, parity, with_order);
   }
 
   // Shared-memory address of an element of an operand stage.
@@ -160,7 +159,7 @@ class TileDecoder {
   }
 
   // With the tokens in the order of the values, so that P comes out in the order that V has.
-  CUTE_DEVICE void decode_keys(BlockStage const& from, int stage, int parity) {
+  CUTE_DEVICE void decode_keys(BlockStage const& from, int stage, int parity, bool with_order) {
     uint8_t const* order = from.token_order;
     int position[2] = {16 * warp_ + lane_ / 4, 16 * warp_ + lane_ / 4 + 8};  // of the lane's tokens
     if (params_.separate_orders) {
@@ -171,7 +170,7 @@ class TileDecoder {
       sync_warpgroup();
       for (int& p : position) p = positions[from.token_order[p]];
     }
-    if (lane_ < 4)
+    if (with_order && lane_ < 4)
       reinterpret_cast<uint32_t*>(storage_.token_order[stage])[4 * warp_ + lane_] =
           reinterpret_cast<uint32_t const*>(order)[4 * warp_ + lane_];
     // A word has 64 channels, as many as a block of the swizzled layout.

@@ -2,11 +2,12 @@
 //
 //   global --bulk copies--> block stages of a decoder --decoded--> operand stages --WGMMA--> consumers
 //
-// Tiles pass through the operand stages in the order in which consumers need them: S of a tile is multiplied before O of the tile
-// before, so that its softmax overlaps with that. Operand numbers count them:
+// Tiles pass through the operand stages in steps, two operands each. Where the softmax of a tile overlaps with the product
+// of the tile before, a step has the keys of the one and the values of the other; else both are of one tile.
 //
-//   number   0   1   2   3   4   ...  2n-3  2n-2  2n-1
-//            K0  K1  V0  K2  V1  ...  Kn-1  Vn-2  Vn-1
+//   step        0    1    ...  n-1     n           step        0    1    ...  n-1
+//   number 2s   K0   K1   ...  Kn-1    (none)      number 2s   K0   K1   ...  Kn-1
+//   2s + 1    (none) V0   ...  Vn-2    Vn-1        2s + 1      V0   V1   ...  Vn-1
 #pragma once
 
 #include <cutlass/arch/barrier.h>
@@ -18,21 +19,24 @@
 namespace cute_kernels::attention::prefill {
 
 inline constexpr int kMaxBlockStages = 8;  // of a decoder
+// Of a decoder's warps: one loads blocks, another hands operands over.
+inline constexpr int kLoadingWarp = 0, kFillingWarp = 1;
 
-CUTE_HOST_DEVICE constexpr unsigned operand_of_keys(int tile) { return tile == 0 ? 0 : 2 * tile - 1; }
-CUTE_HOST_DEVICE constexpr unsigned operand_of_values(int tile, int tiles) {
-  return tile + 1 == tiles ? 2 * tile + 1 : 2 * tile + 2;
-}
-
+// An operand of a step; numbers as above.
+template <class Traits>
 struct Operand {
   bool is_value;
   int tile;
 
-  CUTE_HOST_DEVICE Operand(int number, int tiles)
-      : is_value(number == 2 * tiles - 1 || (number > 0 && number % 2 == 0)),
-        tile(number == 2 * tiles - 1 ? tiles - 1
-             : is_value              ? number / 2 - 1
-                                     : (number + 1) / 2) {}
+  CUTE_DEVICE explicit Operand(int number)
+      : is_value(number % 2 != 0), tile(number / 2 - (is_value ? Traits::kValuesLag : 0)) {}
+
+  CUTE_DEVICE static unsigned of_keys(int tile) { return 2 * tile; }
+  CUTE_DEVICE static unsigned of_values(int tile) { return 2 * (tile + Traits::kValuesLag) + 1; }
+  CUTE_DEVICE static int count(int tiles) { return 2 * (tiles + Traits::kValuesLag); }
+
+  // Not as values of the first step, keys of the last.
+  CUTE_DEVICE bool exists(int tiles) const { return tile >= 0 && tile < tiles; }
 };
 
 // Of the threads of a warpgroup.
@@ -61,44 +65,42 @@ struct Storage {
   uint8_t positions[Traits::kDecoders][2][format::kTileTokens];           // of values: token -> token_position
   WorkTile work_tile;  // here, and not in registers, of which decoders have few
   cutlass::arch::ClusterTransactionBarrier block_full[Traits::kDecoders][kMaxBlockStages];
-  cutlass::arch::ClusterBarrier block_empty[Traits::kDecoders][kMaxBlockStages];  // an arrival of every warp
-  cutlass::arch::ClusterTransactionBarrier operand_full[Traits::kStages];         // of every decoding warp
-  cutlass::arch::ClusterBarrier operand_empty[Traits::kStages];                   // of every consuming warp
+  cutlass::arch::ClusterTransactionBarrier operand_full[Traits::kBarriers];  // an arrival for each operand
+  cutlass::arch::ClusterBarrier operand_empty[Traits::kBarriers];            // of every consuming warp
 
   // With one thread.
   CUTE_DEVICE void init_barriers() {
     for (int decoder = 0; decoder < Traits::kDecoders; ++decoder)
-      for (int stage = 0; stage < kMaxBlockStages; ++stage)
-        block_full[decoder][stage].init(1), block_empty[decoder][stage].init(kWarpgroupWarps);
-    for (int stage = 0; stage < Traits::kStages; ++stage)
-      operand_full[stage].init(kWarpgroupWarps),
-          operand_empty[stage].init(kWarpgroupWarps * Traits::kConsumers * Traits::kClusterCtas);
+      for (int stage = 0; stage < kMaxBlockStages; ++stage) block_full[decoder][stage].init(1);
+    for (int i = 0; i < Traits::kBarriers; ++i)
+      operand_full[i].init(Traits::kBarrierOperands),
+          operand_empty[i].init(kWarpgroupWarps * Traits::kConsumers * Traits::kClusterCtas);
     cutlass::arch::fence_barrier_init();
   }
 
+  // Operands of a step that share barriers are waited for and released together, by the number of either.
   CUTE_DEVICE void wait_full(unsigned operand) {
-    operand_full[operand % Traits::kStages].wait(operand / Traits::kStages & 1);
+    operand_full[barrier_of(operand)].wait(operand / Traits::kStages & 1);
     ptx::compiler_fence();  // the library's wait does not say that it orders memory
   }
   CUTE_DEVICE void wait_empty(unsigned operand) {
-    operand_empty[operand % Traits::kStages].wait(operand / Traits::kStages & 1 ^ 1);
+    operand_empty[barrier_of(operand)].wait(operand / Traits::kStages & 1 ^ 1);
     ptx::compiler_fence();
   }
-  // What the warpgroup stored is there for WGMMA, and goes to the cluster's other CTA.
-  CUTE_DEVICE void fill(unsigned number, bool is_value) {
+  // What the decoder's warps have stored is there for WGMMA, and goes to the cluster's other CTA; its token order only
+  // where a query row does not see the whole tile. There is nothing to copy where a step lacks the operand.
+  CUTE_DEVICE void fill(unsigned number, bool exists, bool with_order) {
     ptx::compiler_fence();
     cutlass::arch::fence_view_async_shared();
-    if constexpr (Traits::kClusterCtas > 1) sync_warpgroup();  // warps copy what others have stored
-    __syncwarp();
-    unsigned stage = number % Traits::kStages;
-    if (threadIdx.x % 32 != 0) return;
-    if constexpr (Traits::kClusterCtas > 1) copy_quarter(stage, is_value, cute::block_rank_in_cluster() ^ 1);
-    operand_full[stage].arrive();
+    sync_warpgroup();
+    if (threadIdx.x % kWarpgroupThreads != 32 * kFillingWarp) return;
+    operand_full[barrier_of(number)].arrive();
+    if constexpr (Traits::kClusterCtas > 1) copy_to_cta(number, exists, with_order, cute::block_rank_in_cluster() ^ 1);
   }
   // This warp has used it: said to the CTA that fills it.
   CUTE_DEVICE void release(unsigned operand) {
     __syncwarp();
-    auto& barrier = operand_empty[operand % Traits::kStages];
+    auto& barrier = operand_empty[barrier_of(operand)];
     if (threadIdx.x % 32 != 0) return;
     if constexpr (Traits::kClusterCtas > 1)
       barrier.arrive(decoding_cta<Traits>(operand));
@@ -107,15 +109,18 @@ struct Storage {
   }
 
  private:
-  // By each warp of the decoder.
-  CUTE_DEVICE void copy_quarter(unsigned stage, bool is_value, uint32_t cta) {
-    constexpr int kElements = Traits::kStageElements / kWarpgroupWarps, kBytes = kElements * sizeof(Element);
-    constexpr int kOrderBytes = format::kTileTokens / kWarpgroupWarps;
-    int warp = threadIdx.x / 32 % kWarpgroupWarps;
-    operand_full[stage].arrive_and_expect_tx(is_value ? kBytes : kBytes + kOrderBytes, cta);
-    ptx::bulk_copy_to_cta(&stages[stage][warp * kElements], kBytes, &operand_full[stage], cta);
-    if (!is_value)
-      ptx::bulk_copy_to_cta(&token_order[stage][warp * kOrderBytes], kOrderBytes, &operand_full[stage], cta);
+  CUTE_DEVICE static unsigned barrier_of(unsigned operand) {
+    return operand % Traits::kStages / Traits::kBarrierOperands;
+  }
+
+  CUTE_DEVICE void copy_to_cta(unsigned number, bool exists, bool with_order, uint32_t cta) {
+    auto& full = operand_full[barrier_of(number)];
+    if (!exists) return full.arrive(cta);
+    constexpr int kBytes = Traits::kStageElements * sizeof(Element);
+    unsigned stage = number % Traits::kStages;
+    full.arrive_and_expect_tx(with_order ? kBytes + kOrderBytes : kBytes, cta);
+    ptx::bulk_copy_to_cta(stages[stage], kBytes, &full, cta);
+    if (with_order) ptx::bulk_copy_to_cta(token_order[stage], kOrderBytes, &full, cta);
   }
 };
 

@@ -55,16 +55,23 @@ struct Traits {
   using Order = OperandLayout<TileFormat>;
   static_assert(Order::is_consistent());
 
-  // Whether registers suffice for S of the next tile beside P.
+  // Whether registers suffice for S of the next tile beside P. Then a step of the pipeline has a tile's keys and the values
+  // of the tile before, and one pair of barriers for both.
   static constexpr bool kOverlaps = kHeadDim < 256;
+  static constexpr int kValuesLag = kOverlaps ? 1 : 0;  // steps
+  static constexpr int kBarrierOperands = kOverlaps ? 2 : 1;
 
-  // Registers decide how many decoders there are beside the consumers, whose O grows with the head_dim.
-  static constexpr int kDecoders = (kHeadDim == 256 ? 3 : 4) - kConsumers;
-  static constexpr int kStages = kHeadDim == 256 ? 5 - kConsumers : 8;
+  // Registers decide how many decoders there are beside the consumers, whose O grows with the head_dim; shared memory how
+  // many stages there are beside the blocks of all decoders.
+  static constexpr int kDecoders = kHeadDim == 256 ? 3 - kConsumers : kConsumers == 1 ? 4 : 2;
+  static constexpr int kStages = kHeadDim == 256 ? 5 - kConsumers : kConsumers == 1 ? 6 : 8;
+  static constexpr int kBarriers = kStages / kBarrierOperands;
+  static_assert(kStages % kBarrierOperands == 0);
   static_assert(kClusterCtas == 1 || kStages % (kClusterCtas * kDecoders) == 0, "a stage is filled by one CTA");
+  static_assert(kClusterCtas == 1 || kDecoders % kBarrierOperands == 0, "operands of a barrier are decoded by one CTA");
   static constexpr int kThreads = (kConsumers + kDecoders) * kWarpgroupThreads;
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
-  static constexpr int kDecoderRegisters = kHeadDim == 256 || kConsumers == 1 ? 104 : 80;
+  static constexpr int kDecoderRegisters = kHeadDim == 256 ? 104 : kConsumers == 1 ? 72 : 80;
   static constexpr int kConsumerRegisters = cute::min(
       240, ((kConsumers + kDecoders) * kLaunchRegisters - kDecoders * kDecoderRegisters) / kConsumers / 8 * 8);
 };

@@ -88,10 +88,12 @@ class WorkTile {
     int of_window = window_tokens - (params.causal ? queries.tokens - 1 - query_token : 0);
     return max(0, in_window ? of_window : tokens + min(0, of_window));
   }
-  // Whether every query row sees all of a KV tile.
-  CUTE_DEVICE bool seen_by_all(int index) const {
-    return index < window_tiles_ ? index < full_window_tiles_ : index < window_tiles_ + full_tiles_;
+  // Every query row sees all of the KV tiles from this one up to that index.
+  CUTE_DEVICE int all_seen_until(int index) const {
+    return index < window_tiles_ ? full_window_tiles_ : first_cut_tile();
   }
+  // The first compressed tile of which a query row does not see all.
+  CUTE_DEVICE int first_cut_tile() const { return window_tiles_ + full_tiles_; }
 
   // Of a row of the work tile, in out and lse.
   CUTE_DEVICE int64_t output_row(Params const& params, QueryRows const& queries, int row_of_work_tile) const {
