@@ -8,7 +8,9 @@
 #include <string>
 #include <type_traits>
 
-#include "cute_kernels/common/error.hpp"
+#include "cute_kernels/common/device.hpp"
+#include "cute_kernels/common/ptx.hpp"
+#include "cute_kernels/pipeline/launch.hpp"
 #include "cute_kernels/reduce/merge_states.hpp"
 
 namespace cute_kernels::reduce {
@@ -21,6 +23,7 @@ template <class Element, class Out>
 __global__ void __launch_bounds__(kThreads) merge(CUTE_GRID_CONSTANT States const params, int vectors_of_row) {
   constexpr int kElements = kBytes / sizeof(Element);
   constexpr float kLog2e = 1.44269504088896f, kLn2 = 0.693147180559945f;
+  ptx::wait_for_primary();
   int64_t index = int64_t{blockIdx.x} * kThreads + threadIdx.x, row = index / vectors_of_row;
   if (row >= params.rows) return;
   int64_t vectors = params.out_stride / kElements;  // from a state to the next
@@ -67,8 +70,8 @@ void launch(States const& states, cudaStream_t stream) {
   int vectors_of_row = states.head_dim * static_cast<int>(sizeof(Element)) / kBytes;
   int64_t blocks = (states.rows * vectors_of_row + kThreads - 1) / kThreads;
   if (blocks > INT32_MAX) throw std::invalid_argument("merge_states: more rows than one launch takes");
-  merge<Element, Out><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(states, vectors_of_row);
-  check_cuda(cudaGetLastError(), "launch of merge_states");
+  pipeline::launch_dependent(merge<Element, Out>, dim3(static_cast<unsigned>(blocks)), kThreads, 0,
+                             current_device().programmatic_launch, stream, states, vectors_of_row);
 }
 
 }  // namespace

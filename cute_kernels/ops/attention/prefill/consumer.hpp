@@ -29,6 +29,7 @@ class Consumer {
     Tensor tCrO = partition_fragment_C(mma, Shape<Int<kConsumerRows>, Int<Traits::kHeadDim>>{});  // ((2,2,D/8),1,1)
     clear(tCrO);
     if (work_tile_.begin < work_tile_.end) attend(tCrO);
+    ptx::launch_dependents();  // late: its CTAs find no free SM before
     softmax_.finish();
     store(tCrO);
   }
@@ -98,28 +99,36 @@ class Consumer {
     }
   }
 
-  // load: kVector elements from an address. Several loads are under way before the first one is waited for.
+  // load: kVector elements from an address. Several loads are under way before the first one is waited for. Of its 16 rows a
+  // warp works out the addresses side by side, one a lane: little code, which the first CTAs have to fetch.
   template <class Load>
   CUTE_DEVICE void copy_queries(Element* to, Load&& load) {
     constexpr int kVectors = Traits::kHeadDim / kVector, kRowsAtOnce = kWarpgroupThreads / kVectors;
     constexpr int kThreadRows = kConsumerRows / kRowsAtOnce, kLoads = kThreadRows < 8 ? kThreadRows : 8;
+    constexpr int kWarpRows = 32 / kVectors;  // of a warp at once
+    static_assert(kWarpRows * kThreadRows == 16);
     int channel = thread_ % kVectors * kVector, first_row = thread_ / kVectors;
     auto const* q = static_cast<Element const*>(params_.q) + work_tile_.row * params_.q_strides[0] +
                     int64_t{work_tile_.kv_head} * params_.group * params_.q_strides[1] + channel;
-    if (channel >= params_.keys.head_dim) return;
+    bool in_row = channel < params_.keys.head_dim;
     QueryRows queries = work_tile_.queries(params_);
+    int of_lane = thread_ % 16, head, token;
+    int row_of_lane = thread_ / 32 * kWarpRows + of_lane % kWarpRows + of_lane / kWarpRows * kRowsAtOnce;
+    queries.find(params_, query_row(queries, row_of_lane), head, token);
+    int64_t offset = head * params_.q_strides[1] + (queries.first_token + token) * params_.q_strides[2];
     CUTE_NO_UNROLL
-    for (int i = 0; i < kThreadRows; i += kLoads, first_row += kLoads * kRowsAtOnce) {
+    for (int i = 0; i < kThreadRows; i += kLoads) {
       uint4 vectors[kLoads];
       CUTE_UNROLL
       for (int j = 0; j < kLoads; ++j) {
-        int head, token;
-        queries.find(params_, query_row(queries, first_row + j * kRowsAtOnce), head, token);
-        vectors[j] = load(q + head * params_.q_strides[1] + (queries.first_token + token) * params_.q_strides[2]);
+        int64_t of_row = __shfl_sync(~0u, offset, (i + j) * kWarpRows + thread_ % 32 / kVectors);
+        if (in_row) vectors[j] = load(q + of_row);
       }
       CUTE_UNROLL
-      for (int j = 0; j < kLoads; ++j)
-        *reinterpret_cast<uint4*>(to + (first_row + j * kRowsAtOnce) * Traits::kHeadDim + channel) = vectors[j];
+      for (int j = 0; j < kLoads; ++j) {
+        int row = first_row + (i + j) * kRowsAtOnce;
+        if (in_row) *reinterpret_cast<uint4*>(to + row * Traits::kHeadDim + channel) = vectors[j];
+      }
     }
   }
 
