@@ -6,7 +6,8 @@
 A step is append and attend of every layer, `KVCache.step`, one CUDA graph of as many layers as leave the device's cache
 cold; on a CPU it is the calls. Times are of a layer. Stores: `none` of the sequences stores a tile in that step, `one`
 does, `all` do; `spread`: sequences as far out of phase as 64 steps allow, as those of a server are, whose row is the
-mean of 64 steps that follow one another. Ratio: to the step that stores none.
+mean of 64 steps that follow one another. Ratio: to the step that stores none. A GPU prepares tiles in the steps before
+the one that stores them: these are made, too, but not timed; in the step that stores none nothing is prepared, either.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ TILE = 64
 SHAPES = ("8,32,8,4096", "64,32,8,1024", "1,32,8,1024")  # B, Hq, Hkv, T
 LEAST_LAYERS = 8
 KINDS = ("none", "one", "all", "spread")
+STEPS_BEFORE = 8  # that prepare a tile
 
 Shape = tuple[int, int, int, int]
 
@@ -135,7 +137,9 @@ def phases(kind: str, batch: int, window: int) -> list[int]:
     if kind == "spread":
         return held
     held = [min(tokens, full - 1) for tokens in held]
-    return held if kind == "none" else [full, *held[1:]]
+    if kind == "one":
+        return [full, *held[1:]]
+    return [tokens - 1 if tokens == TILE - 1 else tokens for tokens in held]  # none begins to prepare a tile
 
 
 def measure(layers: Layers, kind: str, repeats: int, clock: Any) -> tuple[float, float, float]:
@@ -143,16 +147,23 @@ def measure(layers: Layers, kind: str, repeats: int, clock: Any) -> tuple[float,
     samples: list[float] = []
     held = phases(kind, layers.batch, layers.window)
     if kind == "spread":
-        for _ in range(max(1, repeats // TILE)):
+        for timed in range(1 + max(1, repeats // TILE)):  # the first of them prepares what the next stores
             layers.begin(held)
             for step in range(TILE):
                 layers.next_tokens(step)
-                samples.append(clock.sample(layers.step) / layers.count)
+                if timed:
+                    samples.append(clock.sample(layers.step) / layers.count)
+                else:
+                    layers.step()
         us, stored = statistics.fmean(samples), sum(layers.stored()) / TILE
     else:
+        before = 0 if kind == "none" else min(layers.window, STEPS_BEFORE)
         for step in range(repeats):
-            layers.begin(held)
-            layers.next_tokens(step)
+            layers.begin([tokens - before for tokens in held])
+            for i in range(before):
+                layers.next_tokens(step * (before + 1) + i)
+                layers.step()
+            layers.next_tokens(step * (before + 1) + before)
             samples.append(clock.sample(layers.step) / layers.count)
         us, stored = statistics.median(samples), float(sum(layers.stored()))
     layers.check()

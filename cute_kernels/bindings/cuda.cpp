@@ -104,15 +104,19 @@ void store(compress::Pool const& pool, uintptr_t k, Strides const& k_strides, ui
 }
 
 compress::Windows make_windows(uintptr_t keys, uintptr_t values, uintptr_t lengths, uintptr_t arrivals, int capacity,
-                               int recent, bool stores_full) {
-  if (keys % 16 || values % 16) throw std::invalid_argument("windows must be aligned to 16 bytes");
+                               int recent, bool stores_full, uintptr_t prepared, uintptr_t preparation) {
+  if (keys % 16 || values % 16 || preparation % 16) throw std::invalid_argument("windows must be aligned to 16 bytes");
+  if (!prepared != !preparation || (prepared && stores_full))
+    throw std::invalid_argument("tiles are prepared in both tensors, and not where full ones are stored");
   return {to_pointer<uint16_t>(keys),
           to_pointer<uint16_t>(values),
           to_pointer<int32_t>(lengths),
           to_pointer<int32_t>(arrivals),
           capacity,
           recent,
-          stores_full};
+          stores_full,
+          to_pointer<int32_t>(prepared),
+          to_pointer<uint8_t>(preparation)};
 }
 
 void append(compress::Pool const& pool, compress::Windows const& windows, uintptr_t lengths, uintptr_t k,
@@ -201,7 +205,8 @@ void bind_cuda(py::module_& m) {
   cuda.def("decompress", &decompress, "view"_a, "out"_a, "stream"_a);
   py::class_<compress::Windows>(cuda, "Windows", "The dense windows of a pool's sequences, as pointers and sizes")
       .def(py::init(&make_windows), "keys"_a, "values"_a, "lengths"_a, "arrivals"_a, "capacity"_a, "recent"_a,
-           "stores_full"_a);
+           "stores_full"_a, "prepared"_a = 0, "preparation"_a = 0);
+  cuda.def("preparation_bytes", &compress::preparation_bytes, "padded_head_dim"_a);
   cuda.def("store_scratch_bytes", &compress::store_scratch_bytes, "pool"_a, "batch"_a, "part"_a);
   cuda.def("store", &store, "pool"_a, "k"_a, "k_strides"_a, "v"_a, "v_strides"_a, "batch"_a, "tokens"_a, "sequences"_a,
            "first_tiles"_a, "new_order"_a, "part"_a, "scratch"_a, "stream"_a);

@@ -1,9 +1,12 @@
 // Copies new tokens to the windows of their sequences; compresses a tile into its slot where it is due, and has the
-// oldest tokens leave a window that holds a tile too much. One CTA a sequence and KV head. Most calls only copy a few tokens, so nothing is done before it is
-// needed.
+// oldest tokens leave a window that holds a tile too much. One CTA a sequence and KV head. Most calls only copy a few
+// tokens, so nothing is done before it is needed.
 //
-// One part of the CTA's threads works on the keys, the other on the values. The steps of compression pass a tile's
-// data to each other in shared memory.
+// Attention waits for the slowest CTA. So a tile that is complete, and stays in the window for some calls, is prepared
+// there, a portion a call; the call that stores it does what is left.
+//
+// One part of the CTA's threads works on the keys, the other on the values. What a portion finds is in the tile's
+// Preparation; the steps of a portion pass their data to each other in shared memory.
 #include <algorithm>
 
 #include "cute_kernels/common/device.hpp"
@@ -37,19 +40,49 @@ struct AppendArguments {
   int part_bytes;  // shared memory of a part of the CTA
 };
 
+// What a call may have to do, in portions; those before kLeave can be done before the tile is due. Rounds: as many at a
+// time as pair all groups once.
+inline constexpr int kPortionRounds = kTokenGroups - 1;
+static_assert(token_rounds(kCaches) % kPortionRounds == 0);
+enum Portion : int {
+  kSelect = 0,
+  kCount,
+  kFirstRounds,
+  kOrder = kFirstRounds + token_rounds(kCaches) / kPortionRounds,
+  kLeave,  // packs the tile and moves the window's other tokens
+  kPortions
+};
+
+// What portions have found of a tile.
+template <int Words>
+struct alignas(16) Preparation {
+  BalanceStorage<Words, kCaches> rows;  // masks, as selection writes them, then rows by token, then by position
+  Token<kCaches> tokens[32][kLaneTokens];
+  uint8_t token_order[kTileTokens];
+  int64_t refused[kCaches];  // counted when the tile is stored: it may never be
+  uint32_t ratios[kCaches];
+  int longest[kCaches];
+  uint16_t token_scale[kCaches][kTileTokens];
+
+  __device__ uint32_t* masks(int cache) { return &rows.rows[cache][0][0]; }
+};
+
 template <int HeadDim, bool kNarrow>
 struct AppendShape {
   using Packing = PackStorage<HeadDim, kNarrow>;
   static constexpr int kWords = HeadDim / 32;
   static constexpr int kPartThreads = 32 * warps_of(HeadDim);
   static constexpr int kThreads = kCaches * kPartThreads;
+  static constexpr int kMinCtas = kNarrow || HeadDim == kMaxHeadDim ? 1 : 4;  // at a time on an SM
   using Selecting = SelectStorage<kWords>[kHalves];
 
-  // Of a part: its PackStorage, whose dense tile and staged rows serve selection as scratch.
+  // Of a part: its PackStorage, whose dense tile and staged rows serve selection as scratch, and behind that a
+  // Preparation.
+  static constexpr int kPreparation = (sizeof(Packing) - sizeof(Packing::dense) + sizeof(Selecting) + 15) / 16 * 16;
   static constexpr int part_bytes(int staged_rows) {
     int packing = static_cast<int>(sizeof(Packing)) + staged_rows * kRowBytes;
-    int selecting = static_cast<int>(sizeof(Packing) - sizeof(Packing::dense) + sizeof(Selecting));
-    return (std::max(packing, selecting) + kRowBytes - 1) / kRowBytes * kRowBytes;
+    int preparing = kPreparation + static_cast<int>(sizeof(Preparation<kWords>));
+    return (std::max(packing, preparing) + kRowBytes - 1) / kRowBytes * kRowBytes;
   }
 };
 
@@ -66,15 +99,22 @@ struct AppendState {
   bool moves;       // a tile's tokens leave the window
   bool stores;      // a tile, which begins with this token of the window
   int begin;
+  int prepared, until;  // portions that are done before the call, and after it
   int64_t slot;
 
   __device__ AppendState(AppendArguments const& a, int sequence, int kv_head) {
     held = a.windows.lengths[sequence];
     compressed = a.lengths[sequence];
+    int done = a.windows.prepared ? a.windows.prepared[sequence] : 0;
     total = held + static_cast<int>(a.x[0].tokens);
     moves = total >= a.windows.recent + kTileTokens;
     stores = a.windows.stores_full ? total / kTileTokens > held / kTileTokens : moves;
     begin = a.windows.stores_full ? (total / kTileTokens - 1) * kTileTokens : 0;
+    // What a window that holds less than a tile had prepared was of tokens that were cut off.
+    prepared = held < kTileTokens ? 0 : done;
+    until = min(prepared + (a.windows.prepared && total >= kTileTokens), int{kLeave});
+    if (stores || moves) until = kPortions;
+    if (!stores && moves) prepared = kLeave;
     slot = stores ? find_slot(a.views[0], sequence, kv_head, tile()) : 0;
   }
   __device__ int tile() const { return (compressed + begin) / kTileTokens; }
@@ -92,14 +132,15 @@ __device__ uint4 load_vector(uint16_t const* from, bool aligned) {
 
 // The part of the CTA that compresses one cache's tile: selects, deals, and packs. Warp 0 finds the token order of
 // both.
-template <Role kRole, int HeadDim, bool kNarrow>
+template <int HeadDim, bool kNarrow>
 struct AppendPart {
   using Shape = AppendShape<HeadDim, kNarrow>;
-  static constexpr int kCache = kRole == Role::kKey ? 0 : 1;
 
   AppendArguments const& a;
   typename Shape::Packing& s;
-  PartOfCta<Shape::kPartThreads> part{kCache};
+  Preparation<Shape::kWords>& preparation;
+  int cache;
+  PartOfCta<Shape::kPartThreads> part{cache};
   int thread = threadIdx.x % Shape::kPartThreads;
 
   // The scales of the sequence's channels, by channel; chosen now, if its channels are dealt, by the tile.
@@ -110,7 +151,7 @@ struct AppendPart {
         s.per_channel[order_of_head[p]] = 1 / scale_value(of_head[p]);
       return part.sync();
     }
-    DenseView const& x = a.x[kCache];
+    DenseView const& x = a.x[cache];
     uint32_t& most = *reinterpret_cast<uint32_t*>(&s.dense);
     if (thread == 0) most = 0;
     part.sync();
@@ -135,13 +176,17 @@ struct AppendPart {
     part.sync();
   }
 
-  // Writes the masks of the tile's channels to `bits`, which balancing turns into the packer's rows of bits.
+  // Writes the masks of the tile's channels and, with scales, those of its tokens.
   __device__ void select_tile(uint16_t const* tile) {
     constexpr int kWords = Shape::kWords;
     int half = thread / 32, lane = thread % 32;
+    if constexpr (kNarrow) {
+      if (thread == 0) preparation.refused[cache] = 0;
+      part.sync();
+    }
     if (half >= kHalves) return;
     auto& storage = reinterpret_cast<SelectStorage<kWords>*>(&s.dense)[half];
-    DenseView const& x = a.x[kCache];
+    DenseView const& x = a.x[cache];
     start_rows(storage, tile + half * kHalfTokens * x.head_dim, x.head_dim, x.head_dim, kHalfTokens, true, lane);
     cute::cp_async_wait<0>();
     __syncwarp();
@@ -151,42 +196,56 @@ struct AppendPart {
       unify_nans<true>(planes);
     else
       unify_nans<false>(planes);
-    keep_largest(planes, a.keep[kCache], kept);
+    keep_largest(planes, a.keep[cache], kept);
     if constexpr (kNarrow) {
       auto const* row = reinterpret_cast<uint16_t const*>(storage.dense[lane]);
-      s.token_scale[half * kHalfTokens + lane] =
-          a.scaling[kCache].token_scale_of_row(row, x.dtype, s.per_channel, kept);
+      LaneScaling scaling = a.scaling[cache];
+      scaling.refused = &preparation.refused[cache];
+      preparation.token_scale[cache][half * kHalfTokens + lane] =
+          scaling.token_scale_of_row(row, x.dtype, s.per_channel, kept);
     }
-    uint32_t* masks = &s.bits[0][0];
+    uint32_t* masks = preparation.masks(cache);
 #pragma unroll
     for (int w = 0; w < kWords; ++w) masks[(half * kWords + w) * 32 + lane] = transpose_lanes(kept[w], lane);
   }
 
-  // The sequence's channel order; dealt now if this is its first tile, unless all sequences have the same.
-  __device__ void order_channels(uint8_t* of_head, uint16_t* scale_of_head, bool deals) {
-    if (!deals) {
-      for (int c = thread; c < HeadDim; c += Shape::kPartThreads) s.channel[c] = of_head[c];
-      return;
-    }
+  // Deals the sequence's channels.
+  __device__ void deal(uint8_t* of_head, uint16_t* scale_of_head) {
     auto* count = reinterpret_cast<int32_t*>(&s.dense);
-    uint32_t const* masks = &s.bits[0][0];
+    uint32_t const* masks = preparation.masks(cache);
     part.sync();  // wait until all warps have selected
     for (int c = thread; c < HeadDim; c += Shape::kPartThreads)
       count[c] = __popc(masks[c]) + __popc(masks[HeadDim + c]);
     part.sync();
     for (int c = thread; c < HeadDim; c += Shape::kPartThreads) {
       int position = dealt_position(count, HeadDim, c);
-      s.channel[position] = static_cast<uint8_t>(c);
       of_head[position] = static_cast<uint8_t>(c);
       if constexpr (kNarrow) scale_of_head[position] = s.channel_scale[c];
     }
   }
 
+  // What packing has in its own storage.
+  __device__ void begin_packing(uint8_t const* channels) {
+    constexpr int kVectors = sizeof(s.bits) / sizeof(uint4);
+    for (int i = thread; i < kVectors; i += Shape::kPartThreads)
+      reinterpret_cast<uint4*>(s.bits)[i] = reinterpret_cast<uint4 const*>(preparation.masks(cache))[i];
+    for (int c = thread; c < HeadDim; c += Shape::kPartThreads) s.channel[c] = channels[c];
+    if constexpr (kNarrow) {
+      for (int t = thread; t < kTileTokens; t += Shape::kPartThreads)
+        s.token_scale[t] = preparation.token_scale[cache][t];
+      if (thread == 0 && preparation.refused[cache])
+        atomicAdd(reinterpret_cast<unsigned long long*>(a.scaling[cache].refused),
+                  static_cast<unsigned long long>(preparation.refused[cache]));
+    }
+  }
+
+  template <Role kRole>
   __device__ void pack(uint16_t const* tile, AppendShared const& shared, int64_t slot, uint16_t const* scale_of_head) {
-    SparseView const& view = a.views[kCache];
     constexpr bool kIsKey = kRole == Role::kKey;
+    constexpr int kCache = kIsKey ? 0 : 1;
+    SparseView const& view = a.views[kCache];
     int longest_key = shared.longest[0], most = kIsKey ? a.limits.most_keys : a.limits.values(longest_key);
-    Trim trim{shared.longest[kCache], most, nan_key(view.dtype), a.dropped + 2 * kCache};
+    Trim<true> trim{shared.longest[kCache], most, nan_key(view.dtype), a.dropped + 2 * kCache};
     TileRows const& rows_of = kIsKey ? a.limits.key_rows : a.limits.value_rows;
     int rows = rows_of.of(min(trim.longest, trim.most)), value_rows = rows - rows_of.before_values;
     if (thread == 0) const_cast<int32_t*>(view.row_offsets)[slot] = rows;
@@ -208,57 +267,125 @@ struct AppendPart {
       source.token_scale = s.token_scale;
       pack_narrow_tile<kRole, HeadDim>(s, source, view.codec, block, value_rows, a.staged_rows, trim, part);
     } else {
-      pack_tile<kRole, HeadDim>(s, source, block, value_rows, a.staged_rows, trim, part);
+      pack_tile<kRole, HeadDim, Fp16Codec, false, RolledLanePart<kRole, HeadDim>>(s, source, block, value_rows,
+                                                                                  a.staged_rows, trim, part);
     }
   }
 };
 
-// The tokens of the window that are due become a tile.
+// A portion of the token order, by a warp of each part.
+template <int HeadDim, bool kNarrow>
+__device__ void order_tokens(AppendPart<HeadDim, kNarrow> const& part, FitStorage& fits, uint8_t const* channels,
+                             int portion) {
+  constexpr int kWords = HeadDim / 32;
+  auto& preparation = part.preparation;
+  int lane = threadIdx.x % 32;
+  if (portion == kCount) {
+    uint32_t scaled[kLaneTokens][kCountWords];
+    uint32_t ratios = count_tokens<kWords, kCaches>(preparation.rows.rows[part.cache],
+                                                    {preparation.masks(part.cache), channels}, lane, scaled);
+    if (lane == 0) preparation.ratios[part.cache] = ratios;
+#pragma unroll
+    for (int j = 0; j < kLaneTokens; ++j)
+#pragma unroll
+      for (int i = 0; i < kCountWords; ++i)
+        preparation.tokens[lane][j].count[part.cache * kCountWords + i] = scaled[j][i];
+    return;
+  }
+  if (part.cache) return;
+  Token<kCaches> mine[kLaneTokens];
+  uint32_t load[kCaches * kLoadWords];
+#pragma unroll
+  for (int j = 0; j < kLaneTokens; ++j) mine[j] = preparation.tokens[lane][j];
+  if (portion == kFirstRounds) begin_order<kCaches>(mine, lane);
+  add_loads<kCaches>(mine, load);
+  if (portion < kOrder) {
+    int first = (portion - kFirstRounds) * kPortionRounds;
+    exchange_in_rounds<kCaches>(mine, load, first, first + kPortionRounds, lane);
+#pragma unroll
+    for (int j = 0; j < kLaneTokens; ++j) preparation.tokens[lane][j] = mine[j];
+    return;
+  }
+  uint32_t ratios[kCaches], *rows[] = {preparation.masks(0), preparation.masks(1)};
+#pragma unroll
+  for (int o = 0; o < kCaches; ++o) ratios[o] = preparation.ratios[o];
+  int longest[kCaches];
+  write_order<true>(preparation.rows, rows, mine, load, ratios, Fit{fits, part.a.limits}, preparation.token_order,
+                    longest, lane);
+#pragma unroll
+  for (int o = 0; o < kCaches; ++o)
+    if (lane == 0) preparation.longest[o] = longest[o];
+}
+
+// So many tokens behind a tile, 64 at a time: what is overwritten has been read before. vectors: of a token.
+__device__ __forceinline__ void move_to_begin(uint16_t* keys, uint16_t* values, int vectors, int tokens, int threads) {
+  int all = tokens * vectors, at_a_time = kTileTokens * vectors;
+  for (int first = 0; first < all; first += at_a_time) {
+    __syncthreads();
+    for (int v = first + threadIdx.x; v < min(all, first + at_a_time); v += threads) {
+      auto *key = reinterpret_cast<uint4*>(keys) + v, *value = reinterpret_cast<uint4*>(values) + v;
+      uint4 moved_key = key[at_a_time], moved_value = value[at_a_time];
+      *key = moved_key;
+      *value = moved_value;
+    }
+  }
+}
+
+// The portions that are due. Code far behind the kernel's begin takes long to arrive, and the compiler puts the last case
+// first: that of the longest portion.
 // Inlined, or parameters would be copied to local memory.
 template <int HeadDim, bool kNarrow>
-__device__ __forceinline__ void store_tile(AppendArguments const& a, uint8_t* memory, AppendShared& shared,
-                                           int sequence, int kv_head, uint16_t const* keys, uint16_t const* values,
-                                           AppendState const& state) {
+__device__ __forceinline__ void do_portions(AppendArguments const& a, uint8_t* memory, AppendShared& shared,
+                                            int sequence, int kv_head, int64_t window, AppendState const& state) {
   using Shape = AppendShape<HeadDim, kNarrow>;
   using Packing = typename Shape::Packing;
-  AppendPart<Role::kKey, HeadDim, kNarrow> key{a, *reinterpret_cast<Packing*>(memory)};
-  AppendPart<Role::kValue, HeadDim, kNarrow> value{a, *reinterpret_cast<Packing*>(memory + a.part_bytes)};
-  bool is_key = threadIdx.x < Shape::kPartThreads, deals = state.tile() == 0 && a.views[0].order_heads > 0;
-  auto in_part = [&](auto&& f) {
-    if (is_key)
-      f(key, keys);
-    else
-      f(value, values);
-  };
-  in_part([&](auto& part, uint16_t const* tile) {
-    SparseView const& view = a.views[part.kCache];
-    auto* channels = const_cast<uint8_t*>(view.channel_order_of(sequence, kv_head));
-    auto* scales = const_cast<uint16_t*>(view.channel_scale_of(sequence, kv_head));
-    if constexpr (kNarrow) part.scale_channels(tile, channels, scales, deals);
-    part.select_tile(tile);
-    part.order_channels(channels, scales, deals);
-  });
-  __syncthreads();
-  if (threadIdx.x < 32) {
-    auto& storage = *reinterpret_cast<BalanceStorage<Shape::kWords, kCaches>*>(&key.s.dense);
-    auto& fits = *reinterpret_cast<FitStorage*>(&value.s.dense);
-    TileMasks masks[] = {{&key.s.bits[0][0], key.s.channel}, {&value.s.bits[0][0], value.s.channel}};
-    Fit fit{fits, a.limits};
-    int longest[kCaches];
-    balance_tile(storage, masks, fit, shared.token_order, longest, threadIdx.x);
-    if (threadIdx.x == 0) shared.longest[0] = longest[0], shared.longest[1] = longest[1];
+  using Prepared = Preparation<Shape::kWords>;
+  int64_t head = int64_t{sequence} * a.x[0].kv_heads + kv_head;
+  auto& preparation = a.windows.preparation ? reinterpret_cast<Prepared*>(a.windows.preparation)[head]
+                                            : *reinterpret_cast<Prepared*>(memory + Shape::kPreparation);
+  int cache = threadIdx.x >= Shape::kPartThreads;
+  auto& storage = *reinterpret_cast<Packing*>(memory + (cache ? a.part_bytes : 0));
+  AppendPart<HeadDim, kNarrow> part{a, storage, preparation, cache};
+  DenseView const& x = a.x[0];
+  uint16_t const* tile = (cache ? a.windows.values : a.windows.keys) + window + int64_t{state.begin} * x.head_dim;
+  SparseView const& view = a.views[cache];
+  auto* channels = const_cast<uint8_t*>(view.channel_order_of(sequence, kv_head));
+  auto* scales = const_cast<uint16_t*>(view.channel_scale_of(sequence, kv_head));
+#pragma unroll 1
+  for (int portion = state.prepared; portion < state.until; ++portion) {
+    if (portion > kSelect && portion < kLeave) {
+      if (part.thread < 32)
+        order_tokens<HeadDim, kNarrow>(part, *reinterpret_cast<FitStorage*>(&storage.dense), channels, portion);
+    } else if (portion == kSelect) {
+      bool deals = state.tile() == 0 && view.order_heads > 0;
+      if constexpr (kNarrow) part.scale_channels(tile, channels, scales, deals);
+      part.select_tile(tile);
+      if (deals) part.deal(channels, scales);
+    } else {
+      if (state.stores) {
+        part.begin_packing(channels);
+        if (threadIdx.x < kTileTokens) {
+          uint8_t token = preparation.token_order[threadIdx.x];
+          shared.token_order[threadIdx.x] = token;
+          const_cast<uint8_t*>(a.views[0].token_order)[state.slot * kTileTokens + threadIdx.x] = token;
+        }
+        if (threadIdx.x < kCaches) shared.longest[threadIdx.x] = preparation.longest[threadIdx.x];
+        __syncthreads();
+        if (cache)
+          part.template pack<Role::kValue>(tile, shared, state.slot, scales);
+        else
+          part.template pack<Role::kKey>(tile, shared, state.slot, scales);
+      }
+      if (state.moves)
+        move_to_begin(a.windows.keys + window, a.windows.values + window, x.head_dim / kVectorValues,
+                      state.total - kTileTokens, Shape::kThreads);
+    }
+    __syncthreads();
   }
-  __syncthreads();
-  if (threadIdx.x < kTileTokens)
-    const_cast<uint8_t*>(a.views[0].token_order)[state.slot * kTileTokens + threadIdx.x] =
-        shared.token_order[threadIdx.x];
-  in_part([&](auto& part, uint16_t const* tile) {
-    part.pack(tile, shared, state.slot, a.views[part.kCache].channel_scale_of(sequence, kv_head));
-  });
 }
 
 template <int HeadDim, bool kNarrow>
-__global__ void __launch_bounds__(AppendShape<HeadDim, kNarrow>::kThreads, kNarrow ? 1 : 0)
+__global__ void __launch_bounds__(AppendShape<HeadDim, kNarrow>::kThreads, AppendShape<HeadDim, kNarrow>::kMinCtas)
     append_kernel(AppendArguments const a) {
   extern __shared__ __align__(128) uint8_t memory[];
   __shared__ AppendShared shared;
@@ -285,6 +412,21 @@ __global__ void __launch_bounds__(AppendShape<HeadDim, kNarrow>::kThreads, kNarr
   bool fits = state.fits(a.windows);
   int64_t head = int64_t{sequence} * kv_heads + kv_head, window = head * a.windows.capacity * x.head_dim;
   uint16_t *keys = a.windows.keys + window, *values = a.windows.values + window;
+  if (state.stores) {  // while the slot is looked up
+    auto prefetch = [&](void const* from, int bytes) {
+      constexpr int kLine = 128;
+#pragma unroll 1
+      for (int i = threadIdx.x * kLine; i < bytes; i += Shape::kThreads * kLine)
+        ptx::prefetch(static_cast<uint8_t const*>(from) + i);
+    };
+    int begin = state.begin * x.head_dim, bytes = (state.held - state.begin) * x.head_dim * int{sizeof(uint16_t)};
+    prefetch(keys + begin, bytes);
+    prefetch(values + begin, bytes);
+    if (a.windows.preparation) {
+      constexpr int kBytes = sizeof(Preparation<Shape::kWords>);
+      prefetch(a.windows.preparation + head * kBytes, kBytes);
+    }
+  }
   // The last head to arrive updates the sequence's state and resets the counter: all have read it then. In a warp that
   // has nothing to copy for a token or two.
   __syncthreads();
@@ -294,6 +436,7 @@ __global__ void __launch_bounds__(AppendShape<HeadDim, kNarrow>::kThreads, kNarr
       a.windows.arrivals[sequence] = 0;
       if (fits) {
         a.windows.lengths[sequence] = state.total - (state.moves ? kTileTokens : 0);
+        if (a.windows.prepared) a.windows.prepared[sequence] = state.moves ? 0 : state.until;
         if (state.moves) {
           a.lengths[sequence] = state.compressed + kTileTokens;
           if (a.share.lengths && state.compressed / kTileTokens % a.share.ranks == a.share.rank)
@@ -310,25 +453,9 @@ __global__ void __launch_bounds__(AppendShape<HeadDim, kNarrow>::kThreads, kNarr
     i += Shape::kThreads;
     if (i < count) vector = load(i);
   }
-  if (!fits || !(state.stores || state.moves)) return;
+  if (!fits || state.prepared >= state.until) return;
   __syncthreads();  // the window is complete
-  if (state.stores) {
-    int64_t begin = int64_t{state.begin} * x.head_dim;
-    store_tile<HeadDim, kNarrow>(a, memory, shared, sequence, kv_head, keys + begin, values + begin, state);
-  }
-  if (!state.moves) return;
-
-  // The remaining tokens move to the front, 64 at a time: what is overwritten has been read before.
-  int rest = (state.total - kTileTokens) * vectors, at_a_time = kTileTokens * vectors;
-  for (int first = 0; first < rest; first += at_a_time) {
-    __syncthreads();
-    for (int v = first + threadIdx.x; v < min(rest, first + at_a_time); v += Shape::kThreads) {
-      auto *key = reinterpret_cast<uint4*>(keys) + v, *value = reinterpret_cast<uint4*>(values) + v;
-      uint4 moved_key = key[at_a_time], moved_value = value[at_a_time];
-      *key = moved_key;
-      *value = moved_value;
-    }
-  }
+  do_portions<HeadDim, kNarrow>(a, memory, shared, sequence, kv_head, window, state);
 }
 
 template <int HeadDim, bool kNarrow>
@@ -347,6 +474,12 @@ void launch_append(AppendArguments& a, int keep, unsigned ctas, cudaStream_t str
 }
 
 }  // namespace
+
+int preparation_bytes(int padded_head_dim) {
+  int bytes = 0;
+  format::visit_head_dim(padded_head_dim, [&](auto head_dim) { bytes = sizeof(Preparation<head_dim() / 32>); });
+  return bytes;
+}
 
 void append(Pool const& pool, Windows const& windows, int32_t* lengths, DenseView const& k, DenseView const& v,
             int32_t const* sequences, Share const& share, cudaStream_t stream) {

@@ -233,29 +233,25 @@ struct NoFit {
                              int) const {}
 };
 
-// A warp's work on a tile, or on a pair of tiles that share their token order. fit(mine, load, ratios, longest, lane)
-// may change the order and the longest streams.
-template <int Words, int Caches, class Fit>
-__device__ void balance_tile(BalanceStorage<Words, Caches>& s, TileMasks const (&caches)[Caches], Fit const& fit,
-                             uint8_t* token_order, int (&longest)[Caches], int lane) {
-  Token<Caches> mine[kLaneTokens];
-  uint32_t ratios[Caches];
+// Of one cache: the tile's rows of channels, which may take the place of its masks, and the scaled counts of this lane's
+// tokens in the order of memory. Returns ratios as scale_counts.
+template <int Words, int Caches>
+__device__ uint32_t count_tokens(uint32_t (&to)[kTileTokens][Words], TileMasks const& cache, int lane,
+                                 uint32_t (&scaled)[kLaneTokens][kCountWords]) {
+  uint32_t rows[kHalves][Words];
+  load_rows<Words>(rows, cache.masks, cache.channel_order, lane);
+  __syncwarp();
 #pragma unroll
-  for (int o = 0; o < Caches; ++o) {
-    uint32_t rows[kHalves][Words];
-    load_rows<Words>(rows, caches[o].masks, caches[o].channel_order, lane);
+  for (int h = 0; h < kHalves; ++h)
 #pragma unroll
-    for (int h = 0; h < kHalves; ++h)
-#pragma unroll
-      for (int w = 0; w < Words; ++w) s.rows[o][32 * h + lane][w] = rows[h][w];
-    __syncwarp();
-    uint32_t scaled[kLaneTokens][kCountWords];
-    ratios[o] = scale_counts<Words, Caches>(s.rows[o], lane, scaled);
-#pragma unroll
-    for (int j = 0; j < kLaneTokens; ++j)
-#pragma unroll
-      for (int i = 0; i < kCountWords; ++i) mine[j].count[o * kCountWords + i] = scaled[j][i];
-  }
+    for (int w = 0; w < Words; ++w) to[32 * h + lane][w] = rows[h][w];
+  __syncwarp();
+  return scale_counts<Words, Caches>(to, lane, scaled);
+}
+
+// Tokens whose counts are there.
+template <int Caches>
+__device__ void begin_order(Token<Caches> (&mine)[kLaneTokens], int lane) {
 #pragma unroll
   for (int j = 0; j < kLaneTokens; ++j) {
     uint32_t norm = 0;
@@ -264,7 +260,11 @@ __device__ void balance_tile(BalanceStorage<Words, Caches>& s, TileMasks const (
     mine[j].norm =
         static_cast<int>(norm << kIndexBits) | position_of(lane, j);  // the first order is that of the tokens
   }
-  uint32_t load[Caches * kLoadWords];
+}
+
+// The loads of this lane's group.
+template <int Caches>
+__device__ void add_loads(Token<Caches> const (&mine)[kLaneTokens], uint32_t (&load)[Caches * kLoadWords]) {
 #pragma unroll
   for (int i = 0; i < Caches * kCountWords; ++i) {
     load[2 * i] = low_counts(mine[0].count[i]) + low_counts(mine[1].count[i]);
@@ -274,27 +274,66 @@ __device__ void balance_tile(BalanceStorage<Words, Caches>& s, TileMasks const (
   for (int i = 0; i < Caches * kLoadWords; ++i)
 #pragma unroll
     for (int step = 1; step < kLaneGroup; step *= 2) load[i] += __shfl_xor_sync(kAllLanes, load[i], step);
+}
 
+template <int Caches>
+__device__ void exchange_in_rounds(Token<Caches> (&mine)[kLaneTokens], uint32_t (&load)[Caches * kLoadWords], int first,
+                                   int last, int lane) {
 #pragma unroll 1
-  for (int round = 0; round < token_rounds(Caches); ++round)
-    exchange_tokens<Caches>(mine, load, round_pattern(round), lane);
+  for (int round = first; round < last; ++round) exchange_tokens<Caches>(mine, load, round_pattern(round), lane);
+}
 
+// The order that the rounds have found, and every cache's rows in position order; kInPlace: where they were. fit(mine, load, ratios, longest, lane)
+// may change the order and the longest streams.
+template <bool kInPlace, int Words, int Caches, class Fit>
+__device__ void write_order(BalanceStorage<Words, Caches> const& s, uint32_t* const (&rows)[Caches],
+                            Token<Caches> (&mine)[kLaneTokens], uint32_t const (&load)[Caches * kLoadWords],
+                            uint32_t const (&ratios)[Caches], Fit const& fit, uint8_t* token_order,
+                            int (&longest)[Caches], int lane) {
 #pragma unroll
   for (int o = 0; o < Caches; ++o) longest[o] = longest_stream(load + o * kLoadWords, ratios[o]);
   fit(mine, load, ratios, longest, lane);
 
 #pragma unroll
-  for (int o = 0; o < Caches; ++o)
+  for (int o = 0; o < Caches; ++o) {
+    uint2 row[kLaneTokens][Words / 2];
 #pragma unroll
     for (int j = 0; j < kLaneTokens; ++j) {
       int token = mine[j].norm & (kTileTokens - 1);
-      int position = position_of(lane, j);
-      if (o == 0) token_order[position] = static_cast<uint8_t>(token);
+      if (o == 0) token_order[position_of(lane, j)] = static_cast<uint8_t>(token);
+#pragma unroll
+      for (int w = 0; w < Words; w += 2) row[j][w / 2] = *reinterpret_cast<uint2 const*>(&s.rows[o][token][w]);
+    }
+    if constexpr (kInPlace) __syncwarp();
+#pragma unroll
+    for (int j = 0; j < kLaneTokens; ++j)
 #pragma unroll
       for (int w = 0; w < Words; w += 2)
-        *reinterpret_cast<uint2*>(caches[o].masks + position * Words + w) =
-            *reinterpret_cast<uint2 const*>(&s.rows[o][token][w]);
-    }
+        *reinterpret_cast<uint2*>(rows[o] + position_of(lane, j) * Words + w) = row[j][w / 2];
+  }
+}
+
+// A warp's work on a tile, or on a pair of tiles that share their token order: all of the above.
+template <int Words, int Caches, class Fit>
+__device__ void balance_tile(BalanceStorage<Words, Caches>& s, TileMasks const (&caches)[Caches], Fit const& fit,
+                             uint8_t* token_order, int (&longest)[Caches], int lane) {
+  Token<Caches> mine[kLaneTokens];
+  uint32_t ratios[Caches], load[Caches * kLoadWords], *rows[Caches];
+#pragma unroll
+  for (int o = 0; o < Caches; ++o) {
+    uint32_t scaled[kLaneTokens][kCountWords];
+    ratios[o] = count_tokens<Words, Caches>(s.rows[o], caches[o], lane, scaled);
+#pragma unroll
+    for (int j = 0; j < kLaneTokens; ++j)
+#pragma unroll
+      for (int i = 0; i < kCountWords; ++i) mine[j].count[o * kCountWords + i] = scaled[j][i];
+  }
+  begin_order<Caches>(mine, lane);
+  add_loads<Caches>(mine, load);
+  exchange_in_rounds<Caches>(mine, load, 0, token_rounds(Caches), lane);
+#pragma unroll
+  for (int o = 0; o < Caches; ++o) rows[o] = caches[o].masks;
+  write_order<false>(s, rows, mine, load, ratios, fit, token_order, longest, lane);
 }
 
 }  // namespace cute_kernels::compress

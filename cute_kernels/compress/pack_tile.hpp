@@ -19,13 +19,13 @@ using namespace format;
 inline constexpr int kBatch = 4;  // values that are loaded from the dense tile before they are stored
 
 // A lane's part of a warp's work: elements [first, first + kElements) of the tile's order. Codec: Fp16Codec for all of 16
-// bits.
-template <Role kRole, int HeadDim, class Codec_, bool kCodes = false>
+// bits. kParts: as many are a tile.
+template <Role kRole, int HeadDim, class Codec_, bool kCodes = false, int kParts = warps_of(HeadDim)>
 struct LanePart {
   using Codec = Codec_;
   using Storage = PackStorage<HeadDim, Codec::kHasScales, kCodes>;
   static constexpr int kHeadDim = HeadDim;
-  static constexpr int kElements = TileFormat::lane_elements(HeadDim) / warps_of(HeadDim);
+  static constexpr int kElements = TileFormat::lane_elements(HeadDim) / kParts;
   static constexpr int kWords = kElements / TileFormat::kWordElements;
   static_assert((kElements & (kElements - 1)) == 0, "first and offset must share no bits");
 
@@ -43,8 +43,8 @@ struct LanePart {
   static constexpr int token_offset(int element) { return offset(element) / HeadDim; }
   static constexpr int channel_offset(int element) { return offset(element) % HeadDim; }
 
-  __device__ LanePart(int lane, int warp) {
-    int first = position(lane, warp * kElements);
+  __device__ LanePart(int lane, int part) {
+    int first = position(lane, part * kElements);
     token = first / HeadDim;
     channel = first % HeadDim;
   }
@@ -144,14 +144,54 @@ struct LanePart {
   __device__ static int rank(uint32_t ranks, int stream) { return ranks >> 16 * stream & 0xffff; }
 };
 
+// A LanePart whose words are worked on by the same code, one after the other: for a kernel that packs one tile, whose
+// time is that of fetching the code.
+template <Role kRole, int HeadDim>
+struct RolledLanePart : LanePart<kRole, HeadDim, Fp16Codec> {
+  using Base = LanePart<kRole, HeadDim, Fp16Codec>;
+  using Storage = typename Base::Storage;
+  using Word = LanePart<kRole, HeadDim, Fp16Codec, false, TileFormat::bitmap_rows(HeadDim)>;
+  static_assert(Word::kWords == 1);
+  int first_word;
+
+  __device__ RolledLanePart(int lane, int warp) : Base(lane, warp), first_word(warp * Base::kWords) {}
+
+  // The words take turns in the first place, so that no index is known only at run time.
+  __device__ void turn(uint32_t word) {
+#pragma unroll
+    for (int w = 1; w < Base::kWords; ++w) this->words[w - 1] = this->words[w];
+    this->words[Base::kWords - 1] = word;
+  }
+
+  __device__ void build_words(Storage const& s) {
+#pragma unroll 1
+    for (int w = 0; w < Base::kWords; ++w) {
+      Word word(threadIdx.x % 32, first_word + w);
+      word.build_words(s);
+      turn(word.words[0]);
+    }
+  }
+
+  __device__ void stage_values(Storage& s, int lane, uint32_t ranks) {
+#pragma unroll 1
+    for (int w = 0; w < Base::kWords; ++w) {
+      Word word(lane, first_word + w);
+      word.words[0] = this->words[0];
+      turn(word.words[0]);
+      word.stage_values(s, lane, ranks);
+      ranks += word.lengths();
+    }
+  }
+};
+
 // Threads that pack a tile together.
 struct WholeCta {
   __device__ void sync() const { __syncthreads(); }
 };
 template <int Threads>
 struct PartOfCta {
-  int index;
-  __device__ void sync() const { pipeline::sync_worker(index, Threads); }
+  int index;  // of two
+  __device__ void sync() const { index ? pipeline::sync_worker(1, Threads) : pipeline::sync_worker(0, Threads); }
 };
 
 // Nothing is to be cut off a block.
@@ -275,12 +315,13 @@ __device__ void copy_codes(uint16_t const (*staged)[kLanes][kStreams], uint32_t*
 
 // Packs a tile into `value_rows` rows below those of its bitmap and scales. kCodes: see PackStorage; nothing is trimmed
 // then.
-template <Role kRole, int HeadDim, class Codec = Fp16Codec, bool kCodes = false, class Trim, class Group>
+template <Role kRole, int HeadDim, class Codec = Fp16Codec, bool kCodes = false,
+          class Part = LanePart<kRole, HeadDim, Codec, kCodes>, class Trim, class Group>
 __device__ void pack_tile(PackStorage<HeadDim, Codec::kHasScales, kCodes>& s, TileSource const& x, uint32_t* block,
                           int value_rows, int staged_rows, Trim const& trim, Group const& group) {
   constexpr int kThreads = 32 * warps_of(HeadDim), kRowVectors = kRowBytes / 16;
   int thread = threadIdx.x % kThreads, lane = thread % 32, warp = thread / 32;
-  LanePart<kRole, HeadDim, Codec, kCodes> part(lane, warp);
+  Part part(lane, warp);
   int rows_to_stage = Codec::most_values(value_rows);  // a code takes 16 bits there, too
   if constexpr (kCodes) {
     begin_tile_of_codes(part, s, x, block, min(rows_to_stage, staged_rows), group);

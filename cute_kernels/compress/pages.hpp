@@ -22,6 +22,10 @@ struct Windows {
   int32_t* arrivals;     // (sequences): zeros; scratch of `append`
   int capacity, recent;  // tokens: at most, at least
   bool stores_full;      // a tile is stored when its 64th token arrives, not when it leaves the window
+  // Where `append` prepares a tile in the calls before the one that stores it; null: nowhere. Not where stores_full.
+  // It holds for the window's first 64 tokens and the orders of channels: who changes these sets `prepared` to 0.
+  int32_t* prepared = nullptr;     // (sequences): portions that are done of the tile that the window begins with
+  uint8_t* preparation = nullptr;  // (sequences, kv_heads, preparation_bytes): what they have found
 };
 
 // Where tiles are dealt out to ranks: tile i of a sequence belongs to rank i % ranks.
@@ -36,6 +40,7 @@ struct Share {
 // error where the new tokens do not fit into the window or the tile that is due has no page.
 void append(Pool const& pool, Windows const& windows, int32_t* lengths, DenseView const& k, DenseView const& v,
             int32_t const* sequences, Share const& share, cudaStream_t stream);
+int preparation_bytes(int padded_head_dim);
 
 // keys, values: contiguous (kv_heads, tokens of the run, head_dim); zeros where there is no page.
 void load(Pool const& pool, TileRun const& run, void* keys, void* values, cudaStream_t stream);

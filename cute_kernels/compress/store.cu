@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(32 * warps_of(HeadDim))
   int64_t slot = to.slot(head, of_head);
   if (slot < 0) return;
   int most = kRole == Role::kKey ? tiles.limits.most_keys : tiles.limits.values(tiles.longest_keys[tile]);
-  Trim trim{tiles.longest[tile], most, nan_key(x.dtype), dropped};
+  Trim<false> trim{tiles.longest[tile], most, nan_key(x.dtype), dropped};
   int value_rows = Codec::value_rows(min(trim.longest, trim.most));
   if (threadIdx.x == 0)
     const_cast<int32_t*>(view.row_offsets)[slot] = TileFormat::first_value_row<Codec>(HeadDim) + value_rows;

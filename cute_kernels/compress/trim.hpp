@@ -7,7 +7,8 @@
 namespace cute_kernels::compress {
 
 // Drops, of every stream longer than `most`, the values of least magnitude, of equal ones the later. A thread a stream,
-// which walks along its elements again for every bit of the greatest magnitude that it drops.
+// which walks along its elements again for every bit of the greatest magnitude that it drops, kSmall: in little code.
+template <bool kSmall>
 struct Trim {
   int longest, most;  // streams of the tile
   uint32_t nan_key;
@@ -46,17 +47,32 @@ struct Trim {
     };
     auto count_below = [&](uint32_t limit) {
       int n = 0;
-#pragma unroll 8
+#pragma unroll(kSmall ? 2 : 8)
       for (int e = stream; e < kElements; e += kStreams) n += present(e) & (key(e) < limit ? 1u : 0u);  // no branch
       return n;
     };
-    int excess = count_below(~0u) - most;
-    if (excess <= 0) return;
-    uint32_t last = 0;  // the greatest magnitude that is dropped
+    int excess = 0, ties = 0;
+    uint32_t last = 0;  // the greatest magnitude that is dropped, of which `ties` are
+    if constexpr (kSmall) {
 #pragma unroll 1
-    for (uint32_t bit = 1u << (kMagnitudeBits - 1); bit; bit >>= 1)
-      if (count_below(last | bit) < excess) last |= bit;
-    int ties = excess - count_below(last);
+      for (int bit = kMagnitudeBits; bit >= 0; --bit) {  // all are counted first
+        int below = count_below(last | 1u << bit);
+        if (bit == kMagnitudeBits) {
+          ties = excess = below - most;
+          if (excess <= 0) return;
+        } else if (below < excess) {
+          last |= 1u << bit;
+          ties = excess - below;
+        }
+      }
+    } else {
+      excess = count_below(~0u) - most;
+      if (excess <= 0) return;
+#pragma unroll 1
+      for (uint32_t bit = 1u << (kMagnitudeBits - 1); bit; bit >>= 1)
+        if (count_below(last | bit) < excess) last |= bit;
+      ties = excess - count_below(last);
+    }
 #pragma unroll 1
     for (int e = kElements - kStreams + stream; e >= 0; e -= kStreams) {
       if (!present(e)) continue;

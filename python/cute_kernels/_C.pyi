@@ -355,9 +355,20 @@ class cuda:
     def decompress(view: SparseView, out: int, stream: int) -> None: ...
     class Windows:
         def __init__(
-            self, keys: int, values: int, lengths: int, arrivals: int, capacity: int, recent: int, stores_full: bool
+            self,
+            keys: int,
+            values: int,
+            lengths: int,
+            arrivals: int,
+            capacity: int,
+            recent: int,
+            stores_full: bool,
+            prepared: int = ...,
+            preparation: int = ...,
         ) -> None: ...
 
+    @staticmethod
+    def preparation_bytes(padded_head_dim: int) -> int: ...
     @staticmethod
     def store_scratch_bytes(pool: Pool, batch: int, part: int) -> int: ...
     @staticmethod

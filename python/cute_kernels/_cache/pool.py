@@ -239,16 +239,32 @@ class Windows(_Tensors):
     arrivals: Tensor  # int32 (S,): zeros; scratch of `append`
     recent: int
     stores_full: bool = False  # tiles are stored when their 64th token arrives, not when they leave the window
+    # Where `append` on a GPU prepares the tile that a window begins with, a portion a call, before it is stored:
+    prepared: Tensor | None = None  # int32 (S,): portions that are done
+    preparation: Tensor | None = None  # uint8 (S, Hkv, bytes): what they have found
 
     @classmethod
-    def allocate(cls, pool: Pool, recent: int, max_append: int = MAX_APPEND, *, stores_full: bool = False) -> Windows:
+    def allocate(
+        cls,
+        pool: Pool,
+        recent: int,
+        max_append: int = MAX_APPEND,
+        *,
+        stores_full: bool = False,
+        prepares: bool = True,
+    ) -> Windows:
         """Empty windows, in memory of their own, that hold `recent` tokens, all but one of a tile, and the `max_append`
-        new ones of one call of `append`."""
+        new ones of one call of `append`. prepares: where that can be, a tile is prepared before it is stored."""
         if recent < 0:
             raise ValueError(f"recent must be at least 0, got {recent}")
         capacity = recent + TILE_TOKENS - 1 + max_append
         sizes = window_tensors(pool.sequences, pool.kv_heads, capacity, pool.head_dim, pool.dtype)
         tensors = {name: size.empty(pool.device) for name, size in sizes.items()}
+        if prepares and recent and not stores_full and pool.device.type == "cuda":
+            size = _C.cuda.preparation_bytes(pool.key_channels.shape[-1])
+            tensors["prepared"] = torch.empty(pool.sequences, dtype=torch.int32, device=pool.device)
+            shape = pool.sequences, pool.kv_heads, size
+            tensors["preparation"] = torch.empty(shape, dtype=torch.uint8, device=pool.device)
         windows = cls(**tensors, recent=recent, stores_full=stores_full)
         windows.initialize()
         return windows
@@ -260,8 +276,18 @@ class Windows(_Tensors):
 
     def initialize(self) -> None:
         """Empties all windows."""
-        for tensor in (self.keys, self.values, self.lengths, self.arrivals):
-            tensor.zero_()
+        for tensor in (self.keys, self.values, self.lengths, self.arrivals, self.prepared, self.preparation):
+            if tensor is not None:
+                tensor.zero_()
+
+    def prepare_anew(self, rows: Tensor | None = None) -> None:
+        """For whoever changes the first 64 tokens of these windows (int64; None: all) other than by `append`."""
+        if self.prepared is None:
+            return
+        if rows is None:
+            self.prepared.zero_()
+        else:
+            self.prepared.index_fill_(0, rows, 0)
 
     @property
     def capacity(self) -> int:
@@ -278,6 +304,8 @@ class Windows(_Tensors):
             self.capacity,
             self.recent,
             self.stores_full,
+            0 if self.prepared is None else address(self.prepared),
+            0 if self.preparation is None else address(self.preparation),
         )
 
     @cached_property

@@ -54,7 +54,9 @@ class CacheStorage:
         )
         self._rules = made_for.keys, made_for.values
         self.constrained = torch.zeros(2, dtype=torch.int64, device=device)  # of keys and values: Rule.constrained
-        self.windows = Windows.allocate(self.pool, made_for.recent, made_for.max_append)
+        self.windows = Windows.allocate(
+            self.pool, made_for.recent, made_for.max_append, prepares=made_for.prunes_in_kernels
+        )
         self.lengths = torch.zeros(sequences, dtype=torch.int32, device=device)
         self._numbers = torch.arange(sequences, dtype=torch.int32, device=device)
         self.content = torch.zeros(1, dtype=torch.int32, device=device)  # see ops
@@ -173,6 +175,7 @@ class CacheStorage:
         for tensor in (*rows, pool.key_channels, pool.value_channels, pool.key_scales, pool.value_scales):
             if tensor is not None:
                 tensor.index_copy_(0, to, tensor.index_select(0, of))
+        windows.prepare_anew(to)
 
     def cut(self, row: int, tile: int, tokens: int) -> None:
         """The first tokens of a tile go to the row's window, as they were stored. Lengths stay as they are."""
@@ -195,6 +198,7 @@ class CacheStorage:
         sent = self._send([[row.compressed for row in rows], [row.window for row in rows]], torch.int32)
         self.lengths.copy_(sent[0])
         self.windows.lengths.copy_(sent[1])
+        self.windows.prepare_anew()
 
     def clear(self) -> None:
         """No row has tokens or pages any more."""
