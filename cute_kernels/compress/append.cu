@@ -130,8 +130,7 @@ __device__ uint4 load_vector(uint16_t const* from, bool aligned) {
   return make_uint4(word[0], word[1], word[2], word[3]);
 }
 
-// The part of the CTA that compresses one cache's tile: selects, deals, and packs. Warp 0 finds the token order of
-// both.
+// The part of the CTA that works on one cache's tile: selects, deals, and packs.
 template <int HeadDim, bool kNarrow>
 struct AppendPart {
   using Shape = AppendShape<HeadDim, kNarrow>;
@@ -273,7 +272,7 @@ struct AppendPart {
   }
 };
 
-// A portion of the token order, by a warp of each part.
+// A portion of the token order, by the first warp of each part; all but the counts by that of the keys for both.
 template <int HeadDim, bool kNarrow>
 __device__ void order_tokens(AppendPart<HeadDim, kNarrow> const& part, FitStorage& fits, uint8_t const* channels,
                              int portion) {
@@ -331,9 +330,8 @@ __device__ __forceinline__ void move_to_begin(uint16_t* keys, uint16_t* values, 
   }
 }
 
-// The portions that are due. Code far behind the kernel's begin takes long to arrive, and the compiler puts the last case
-// first: that of the longest portion.
-// Inlined, or parameters would be copied to local memory.
+// The portions that are due. Code far behind the kernel's begin takes long to arrive, and the compiler puts the last
+// case first: that of the longest portion. Inlined, or parameters would be copied to local memory.
 template <int HeadDim, bool kNarrow>
 __device__ __forceinline__ void do_portions(AppendArguments const& a, uint8_t* memory, AppendShared& shared,
                                             int sequence, int kv_head, int64_t window, AppendState const& state) {

@@ -283,8 +283,8 @@ __device__ void exchange_in_rounds(Token<Caches> (&mine)[kLaneTokens], uint32_t 
   for (int round = first; round < last; ++round) exchange_tokens<Caches>(mine, load, round_pattern(round), lane);
 }
 
-// The order that the rounds have found, and every cache's rows in position order; kInPlace: where they were. fit(mine, load, ratios, longest, lane)
-// may change the order and the longest streams.
+// The order that the rounds have found, and every cache's rows in position order; kInPlace: where they were.
+// fit(mine, load, ratios, longest, lane) may change the order and the longest streams.
 template <bool kInPlace, int Words, int Caches, class Fit>
 __device__ void write_order(BalanceStorage<Words, Caches> const& s, uint32_t* const (&rows)[Caches],
                             Token<Caches> (&mine)[kLaneTokens], uint32_t const (&load)[Caches * kLoadWords],

@@ -40,6 +40,7 @@ struct Share {
 // error where the new tokens do not fit into the window or the tile that is due has no page.
 void append(Pool const& pool, Windows const& windows, int32_t* lengths, DenseView const& k, DenseView const& v,
             int32_t const* sequences, Share const& share, cudaStream_t stream);
+// Of a sequence and KV head, in Windows::preparation.
 int preparation_bytes(int padded_head_dim);
 
 // keys, values: contiguous (kv_heads, tokens of the run, head_dim); zeros where there is no page.

@@ -134,8 +134,7 @@ def settle_run(windows: Windows, lengths: Tensor | None, k: Tensor, v: Tensor, r
             window[rows, :, run.window : left].copy_(x)
         else:
             window[rows, :, :left].copy_(x[:, :, begin:] if begin >= 0 else torch.cat([old[:, :, begin:], x], dim=2))
-    if windows.prepared is not None:
-        windows.prepared[rows].zero_()
+    windows.prepare_anew(rows)
     if lengths is not None:
         lengths[rows].fill_(run.compressed + gone)
         windows.lengths[rows].fill_(left)

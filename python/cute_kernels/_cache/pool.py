@@ -280,12 +280,12 @@ class Windows(_Tensors):
             if tensor is not None:
                 tensor.zero_()
 
-    def prepare_anew(self, rows: Tensor | None = None) -> None:
-        """For whoever changes the first 64 tokens of these windows (int64; None: all) other than by `append`."""
+    def prepare_anew(self, rows: Tensor | slice = slice(None)) -> None:
+        """For whoever changes the first 64 tokens of these windows (int64, or a slice) other than by `append`."""
         if self.prepared is None:
             return
-        if rows is None:
-            self.prepared.zero_()
+        if isinstance(rows, slice):
+            self.prepared[rows].zero_()
         else:
             self.prepared.index_fill_(0, rows, 0)
 
