@@ -218,7 +218,7 @@ def test_report_updates_documents(tmp_path, capsys):
     text = path.read_text(encoding="utf-8")
     assert report.updated(text, path, devices()) == text and "old" not in text.splitlines()
     assert text.startswith("before\n<!--") and "-->\nbetween\n<!--" in text and text.endswith("-->\nafter")
-    for target in ("nvidia-h200", "nvidia-h200/generate.json"):
+    for target in ("nvidia-h100-80gb-hbm3", "nvidia-h200/generate.json"):
         (link,) = re.findall(rf"\]\(([^)]*/{re.escape(target)})\)", text)
         assert (tmp_path / link).samefile(RESULTS / target)
     assert report.main(arguments) == 0
