@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from profiling.command_line import LARGEST
 
@@ -18,6 +19,7 @@ OPS = SPARSE_OPS + CACHE_OPS + DENSE_OPS
 
 DTYPES = ("float16", "bfloat16")
 CODECS = ("fp8", "int8", "int4")  # beside those of the dtypes
+METHODS = ("2of4", "magnitude-2of4")  # rules beside "magnitude"
 DATA = ("gaussian", "outlier", "equal")  # see data.py
 CACHES = ("cold", "warm")  # last-level cache at every call: other operands, or the same ones again
 TIMINGS = ("events", "graph", "auto")  # see timing.py
@@ -80,6 +82,7 @@ class Load:
     dtype: str = "float16"
     data: str = "gaussian"
     codec: str = ""  # that the cache is stored in, if not that of its dtype
+    method: str = ""  # the rule by which it is pruned, if not "magnitude"
 
     def __post_init__(self) -> None:
         if not 1 <= self.keep <= self.shape.head_dim:
@@ -89,6 +92,19 @@ class Load:
                 f"data 'equal' takes keep and D that are multiples of {EQUAL_BLOCK}, not keep {self.keep} "
                 f"and D {self.shape.head_dim}"
             )
+        half = self.shape.head_dim // 2
+        if (self.method == "2of4" and self.keep != half) or (self.method == "magnitude-2of4" and self.keep > half):
+            raise ValueError(f"method '{self.method}' keeps {half} of {self.shape.head_dim} elements, got {self.keep}")
+
+    @property
+    def compression(self) -> dict[str, Any]:
+        """Arguments of `compress` and `compress_kv`."""
+        arguments: dict[str, Any] = {"codec": self.codec or None}
+        if self.method:
+            arguments["method"] = self.method
+        if self.method != "2of4":
+            arguments["keep"] = self.keep
+        return arguments
 
 
 @dataclass(frozen=True)
@@ -145,6 +161,7 @@ class Case:
         )
         extra = (
             ("--codec", load.codec, ""),
+            ("--method", load.method, ""),
             ("--scores", self.scores, ""),
             ("--cache", self.cache, "cold"),
             ("--timing", self.timing, "events"),
@@ -162,6 +179,7 @@ class Case:
             load.dtype,
             load.data,
             load.codec,
+            load.method,
             self.scores and f"scores {self.scores}",
             "warm" if self.cache == "warm" else "",
             "" if self.timing == "events" else self.timing,

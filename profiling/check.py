@@ -31,6 +31,9 @@ def relative_error(case: Case, inputs: InputSet, result: Tensor | ck.SparseKV) -
     if case.op == "compress":
         got = ck.decompress(result).flatten(0, 1)  # (B*Hkv, T, D)
         heads = inputs.dense.flatten(0, 1)
+        if method := case.load.method:  # whose channels' neighbours depend on all tokens
+            keep = None if method == "2of4" else case.load.keep
+            return _relative_error(zip(ck.prune(inputs.dense, keep=keep, method=method).flatten(0, 1), got))
         return _relative_error((pruned(heads[i], case.load.keep), got[i]) for i in range(len(heads)))
     result = result.reshape(case.load.shape.heads, case.load.shape.rows, -1)
     return _relative_error(zip(expected(case, inputs), result, strict=True))

@@ -161,6 +161,7 @@ def _row(
         dtype=load.dtype,
         data=load.data,
         codec=load.codec,
+        method=load.method,
         median_us=rounded(us),
         iqr_us=rounded(op_time.iqr_us),
         tb_per_s=rounded(bytes_moved / us / 1e6),

@@ -93,8 +93,7 @@ def _attention(case: Case, device: torch.device, rng: torch.Generator) -> InputS
     keys, values = ck.compress_kv(
         data.cache(case.load, device, rng),
         data.cache(case.load, device, rng),
-        keep=case.load.keep,
-        codec=case.load.codec or None,
+        **case.load.compression,
     )
     newest = replace(case.load, shape=replace(shape, tokens=WINDOW))
     window = data.cache(newest, device, rng), data.cache(newest, device, rng)
@@ -107,15 +106,18 @@ def _attention(case: Case, device: torch.device, rng: torch.Generator) -> InputS
 def _paged(case: Case, device: torch.device, rng: torch.Generator) -> InputSet:
     """A cache of as many tokens as sparse_attention has with its window, those of one prompt a sequence."""
     shape, dtype = case.load.shape, getattr(torch, case.load.dtype)
+    compression = case.load.compression
+    if rule := compression.pop("method", None):
+        compression |= {"key_rule": rule, "value_rule": rule}
     cache = ck.KVCache(
         max_batch=shape.batch,
         kv_heads=shape.kv_heads,
         head_dim=shape.head_dim,
         dtype=dtype,
         capacity=shape.tokens + WINDOW,
-        keep=case.load.keep,
         window=WINDOW,
         device=device,
+        **compression,
     )
     load = replace(case.load, shape=replace(shape, tokens=shape.tokens + WINDOW))
     cache.prefill(data.cache(load, device, rng), data.cache(load, device, rng))
@@ -130,7 +132,7 @@ def _cache(case: Case, role: str, device: torch.device, rng: torch.Generator) ->
     cache = data.cache(case.load, device, rng)
     if case.is_dense:
         return None, cache
-    sparse = ck.compress(cache, role=role, keep=case.load.keep, codec=case.load.codec or None)
+    sparse = ck.compress(cache, role=role, **case.load.compression)
     return sparse, cache if case.op == "compress" else ck.decompress(sparse)
 
 
@@ -181,8 +183,7 @@ def _call(case: Case, inputs: InputSet) -> Tensor | ck.SparseKV:
     if case.op == "attend":  # likewise
         return inputs.cache.attend(inputs.left, causal=False, out=inputs.out, backend=case.backend)
     if case.op == "compress":
-        load = case.load
-        return ck.compress(inputs.dense, role=case.role, keep=load.keep, codec=load.codec or None)
+        return ck.compress(inputs.dense, role=case.role, **case.load.compression)
     raise ValueError(f"no call for operation {case.op!r}")
 
 

@@ -78,6 +78,7 @@ def selects_all(args: argparse.Namespace) -> bool:
         args.dtype,
         args.data,
         args.codec,
+        args.method,
         args.scores,
         args.cache,
         args.peer,
@@ -120,6 +121,11 @@ def _what(add: Callable[..., object]) -> None:
         help="gaussian; outlier: lognormal channel scales; equal: every value stream equally long, so no padding",
     )
     add("--codec", choices=cases.CODECS, help="that caches are stored in (default: that of their dtype)")
+    add(
+        "--method",
+        choices=cases.METHODS,
+        help="rule by which caches are pruned; 2of4 goes with --keep D/2 (default: magnitude)",
+    )
     add(
         "--scores",
         action="append",

@@ -69,6 +69,7 @@ class Measured:
     timestamp: str
     # Of products and attention, some of them; other rows have these defaults.
     codec: str = ""  # that the cache is stored in, if not that of dtype
+    method: str = ""  # the rule by which the cache is pruned, if not "magnitude"
     scores: str = ""  # dtype of sparse_qk's result and sparse_av's p, if not dtype
     cache: str = "cold"  # last-level cache at each call
     timing: str = "events"  # "events": single calls; "graph": many calls in a CUDA graph, divided
@@ -91,7 +92,7 @@ class Row(Counters, Measured):  # in this order the counters' fields come last
         return Case(
             self.op,
             self.backend,
-            Load(self.shape, self.keep, self.dtype, self.data, self.codec),
+            Load(self.shape, self.keep, self.dtype, self.data, self.codec, self.method),
             self.seed,
             self.repeats,
             self.scores,

@@ -103,7 +103,7 @@ def _device(asked: Sequence[str] | None, backends: Mapping[str, str]) -> str:
 def _blocks(args: argparse.Namespace, device: str) -> list[Block]:
     if args.shape:
         loads = [
-            Load(shape, keep, dtype, data, args.codec or "")
+            Load(shape, keep, dtype, data, args.codec or "", args.method or "")
             for shape in args.shape
             for keep in args.keep or cases.usual_keeps(shape.head_dim)
             for dtype in args.dtype or cases.DTYPES[:1]
@@ -125,7 +125,7 @@ def _blocks(args: argparse.Namespace, device: str) -> list[Block]:
 def _overridden(block: Block, args: argparse.Namespace) -> Block:
     """The block after the filters; --scores, --cache, --timing and --stages-ahead replace its own."""
     loads = tuple(
-        replace(load, codec=args.codec or load.codec)
+        replace(load, codec=args.codec or load.codec, method=args.method or load.method)
         for load in block.loads
         if (not args.keep or load.keep in args.keep)
         and (not args.dtype or load.dtype in args.dtype)

@@ -136,6 +136,22 @@ def _codecs(device: str) -> list[Block]:
     return [Block(("sparse_attention", "compress"), loads, best_backend=True)]
 
 
+def _two_of_four(device: str) -> list[Block]:
+    """Two of four neighbours, exactly and at most: the headline's shape, shorter and longer caches, many queries."""
+    headline = figures(device)[0]
+    half, keeps = headline.head_dim // 2, [round(share * headline.head_dim) for share in (0.3, 0.2, 0.1)]
+    exact = [Load(headline, half, codec=codec, method="2of4") for codec in ("", *CODECS)]
+    loads = exact + [Load(headline, keep, codec=c, method="magnitude-2of4") for keep in keeps for c in ("fp8", "int4")]
+    blocks = [Block(("sparse_attention", "attend", "compress"), tuple(loads), best_backend=True)]
+    if device == "cuda":
+        shapes = [Shape(8, 32, 8, 1, 4096, 128), *(Shape(1, 32, 8, 1, tokens, 128) for tokens in (32768, 1 << 20))]
+        queries = [Shape(8, 32, 8, count, 8192, 128) for count in (512, 2048)]
+        others = [Load(shape, half, codec=c, method="2of4") for shape in shapes for c in ("fp8", "int4")]
+        others += [Load(shape, half, "bfloat16", codec=c, method="2of4") for shape in queries for c in ("", "int4")]
+        blocks.append(Block(("sparse_attention",), tuple(others), best_backend=True))
+    return blocks
+
+
 SERVING_OPS = ("sparse_attention", "attend")
 _MOST_ELEMENTS = 2**31  # of a dense cache: 4 GiB each of keys and values
 
@@ -178,6 +194,7 @@ SUITES = {
     "short": Suite("small caches: cold and warm, single calls and CUDA graphs", _short),
     "readme": Suite("the figures that the README quotes", _readme, has_file=True),
     "codecs": _named("attention and compress in narrow codecs", _codecs),
+    "two-of-four": _named("attention and compress of two of four neighbours", _two_of_four),
     "queries": _named("attention of 1 to 2048 query tokens, best backend", _queries),
     "paged": _named("KVCache.attend beside the plain call at the README's shapes", _paged),
     "serving": _named(

@@ -44,6 +44,7 @@ def _data(row: Row) -> str:
     words = (
         row.data,
         row.codec,
+        row.method,
         "warm" if row.cache == "warm" else "",
         "" if row.timing == "events" else row.timing,
         f"{row.stages_ahead} ahead" if row.stages_ahead else "",

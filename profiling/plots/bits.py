@@ -17,7 +17,7 @@ DENSE = {"fp16": 16.0, "FP8": 8.0, "NVFP4": 4.5}  # bits per element
 
 
 def figure(rows: Sequence[Row], limits: Ceilings) -> Figure | None:
-    stored = [row for row in rows if row.op in SPARSE_OPS and not row.codec and row.T >= MIN_TOKENS]
+    stored = [row for row in rows if row.op in SPARSE_OPS and not (row.codec or row.method) and row.T >= MIN_TOKENS]
     series = choose.longest_series(stored, lambda row: row.D, lambda row: row.keep)
     if len({row.keep for row in series}) < 2:
         return None

@@ -15,7 +15,7 @@ def plain(rows: Iterable[Row], ops: Collection[str] = DECODE_OPS) -> list[Row]:
         row
         for row in rows
         if row.op in ops
-        and (row.dtype, row.codec, row.scores) == ("float16", "", "")
+        and (row.dtype, row.codec, row.method, row.scores) == ("float16", "", "", "")
         and (row.cache, row.timing, row.data, row.stages_ahead) == ("cold", "events", "gaussian", 0)
     ]
 

@@ -184,7 +184,7 @@ def test_report_writes_tables(tmp_path, capsys, h200):
         values = rows.as_object(row)
         assert line == {name: "" if values[name] is None else str(values[name]) for name in line}
         assert line["command"] == row.case.command and line["status"] == "ok"
-    assert set(values) - set(line) == {"stages_ahead", "isa", "codec"} | {
+    assert set(values) - set(line) == {"stages_ahead", "isa", "codec", "method"} | {
         name for name in values if name.startswith("ncu_")
     }
 

@@ -80,6 +80,19 @@ def test_a_row_names_the_command_that_reproduces_it(tmp_path):
         assert first[name] == second[name]
 
 
+@pytest.mark.parametrize("method, keep, codec", [("2of4", 32, ""), ("magnitude-2of4", 19, "int8")])
+def test_rules_of_two_of_four(method, keep, codec, tmp_path):
+    """Every row is accurate, and its command names the rule."""
+    ops = [word for op in ("sparse_attention", "attend", "compress") for word in ("--op", op)]
+    arguments = [*ops, "--backend", "cpu", "--shape", SHAPE, "--keep", str(keep), "--method", method, "--repeats", "2"]
+    assert sweep.main([*arguments, *(["--codec", codec] if codec else []), "--out", str(tmp_path)]) == 0
+    found = rows.read(tmp_path / "sweep.json")
+    assert {(row.op, row.method, row.codec) for row in found} == {
+        (op, method, codec) for op in ("sparse_attention", "attend", "compress")
+    }
+    assert all(row.accurate and f"--method {method}" in row.command for row in found)
+
+
 def test_interrupt_keeps_finished_rows(tmp_path, capsys, monkeypatch):
     measure_case, calls = run.measure_case, []
 
@@ -169,7 +182,7 @@ def test_results_are_written_when_asked_for(tmp_path, monkeypatch, capsys):
         with pytest.raises(SystemExit):
             sweep.main([*part, "--commit-results"])
         assert (
-            "--commit-results takes all suites or one of readme, codecs, queries, paged, serving"
+            "--commit-results takes all suites or one of readme, codecs, two-of-four, queries, paged, serving"
             in capsys.readouterr().err
         )
 

@@ -171,12 +171,28 @@ def test_wrong_names(tmp_path, capsys):
         sweep.main(["--shape", SHAPE, "--suite", "qk"])
 
 
+def test_rules_of_pruning():
+    (case,) = chosen("--op", "compress", "--backend", "cpu", "--shape", SHAPE, "--keep", "32", "--method", "2of4")
+    assert case.load.method == "2of4" and case.command.endswith("--method 2of4") and "2of4" in str(case)
+    assert case.load.compression == {"codec": None, "method": "2of4"}
+    assert dataclasses.replace(case.load, method="magnitude-2of4").compression["keep"] == 32
+    assert Load(case.load.shape, 19).compression == {"codec": None, "keep": 19}
+    for keep in (19, 33):
+        with pytest.raises(ValueError, match=f"keeps 32 of 64 elements, got {keep}"):
+            Load(case.load.shape, keep, method="2of4")
+    with pytest.raises(ValueError, match="got 33"):
+        Load(case.load.shape, 33, method="magnitude-2of4")
+    assert {(case.op, case.load.method) for case in chosen("--suite", "two-of-four")} == {
+        (op, method) for op in ("sparse_attention", "attend", "compress") for method in ("2of4", "magnitude-2of4")
+    }
+
+
 def test_complete_sweeps():
     def complete(*arguments):
         return selection.results_name(options.parse(arguments))
 
     assert complete() == "sweep" and complete("--suite", "readme", "--ncu") == "readme"
-    for name in ("serving", "queries", "codecs"):
+    for name in ("serving", "queries", "codecs", "two-of-four"):
         assert complete("--suite", name) == name
     for partial in (
         ["--quick"],
