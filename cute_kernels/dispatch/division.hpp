@@ -48,7 +48,10 @@ inline float more_tiles(Work const& work, float workers, float of_cta) {
 // Barriers of a cluster, for each of its CTAs, and for more than every device can have in one.
 inline constexpr int kPortableCluster = 8;
 inline constexpr float kCluster = 0.27f, kClusterCta = 0.06f, kLargeCluster = 0.4f;
-inline constexpr float kWrite = 0.65f;    // results: a value of every thread
+inline constexpr float kWrite = 0.65f;  // results: a value of every thread
+// The same of more rows (reduce/cluster_rows.hpp): the weights of a work tile's splits, and a vector of every thread.
+inline constexpr int kFewRows = 16;
+inline constexpr float kWeigh = 0.6f, kWriteVector = 0.35f;
 inline constexpr float kFarCode = 0.4f;   // with variable lengths the code of a cluster's end is not fetched ahead
 inline constexpr float kCombine = 1.9f;   // the second kernel,
 inline constexpr float kPartial = 8e-6f;  // for every vector that it reads,
@@ -71,7 +74,10 @@ inline float estimated_time(Work const& work, Division const& division) {
   if (division.in_cluster) {
     float threads = workers * static_cast<float>(work.worker_threads);
     float own = std::max(1.f, workers / splits);  // work tiles of a CTA
-    time += cost::kWrite * ceil_div(own * ceil_div(vectors, cluster) * kLanes, threads);
+    if (work.rows > cost::kFewRows)
+      time += own * (cost::kWeigh + cost::kWriteVector * ceil_div(ceil_div(vectors, cluster), threads));
+    else
+      time += cost::kWrite * ceil_div(own * ceil_div(vectors, cluster) * kLanes, threads);
     if (cluster > 1) time += cost::kCluster + cost::kClusterCta * cluster;
     if (cluster > cost::kPortableCluster) time += cost::kLargeCluster;
     return work.variable_length ? time + cost::kFarCode : time;

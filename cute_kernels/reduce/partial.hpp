@@ -136,6 +136,8 @@ class OutputElement {
     bool stored = exists_ && channel_ < output.head_dim;
     return stored ? static_cast<Element*>(output.out) + row_ * output.head_dim + channel_ : nullptr;
   }
+  // Of the output; -1 if there is none.
+  CUTE_DEVICE int64_t row() const { return exists_ ? row_ : -1; }
   CUTE_DEVICE float* lse(Output const& output) const { return exists_ && output.lse ? output.lse + row_ : nullptr; }
 
  private:

@@ -41,6 +41,17 @@ def test_causality_of_few_query_rows(backend, offset, head_dim, rng):
     check(backend, batch=3, tokens=500, seq_lens=[offset, 0, 500], window=rng.choice([None, 33]), **arguments)
 
 
+@pytest.mark.parametrize("tokens", [1, 100, 200])
+def test_more_work_tiles_than_sms(backend, tokens, rng):
+    """So many short sequences that a CTA has several work tiles, and writes the results of one after another."""
+    arguments = {
+        "head_dim": rng.choice([64, 128]),
+        "dtype": rng.choice(oracle.DTYPES),
+        "causal": rng.choice([True, False]),
+    }
+    check(backend, batch=50, kv_heads=3, groups=4, queries=rng.randint(5, 8), tokens=tokens, **arguments)
+
+
 def test_more_queries_than_tokens(backend, rng):
     out, lse = check(backend, batch=1, groups=3, queries=90, tokens=50, window=20)
     assert (out[:, :, :20] == 0).all() and (lse[:, :, :20] == float("-inf")).all() and lse[:, :, 20:].isfinite().all()

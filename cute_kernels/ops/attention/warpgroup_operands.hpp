@@ -69,6 +69,10 @@ class SharedP<Traits, true> {
     return reinterpret_cast<float2*>(p_)[4 * channel + threadIdx.x % 4];
   }
 
+  // The bytes of P, when it is no longer needed.
+  static constexpr int kBytes = cosize_v<typename Values::SmemLayoutB> * sizeof(Element);
+  CUTE_DEVICE void* bytes() { return p_; }
+
   // A number of every warp for every row: of those that this lane accumulates.
   CUTE_DEVICE float& row_number(int warp, int i) {
     return row_numbers_[warp][i / 2 * 8 + 2 * (threadIdx.x % 4) + i % 2];

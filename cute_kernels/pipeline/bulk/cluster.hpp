@@ -22,8 +22,17 @@ struct ClusterShape {
   // Of the work tiles of all CTAs.
   CUTE_DEVICE int first_work_tile() const { return ctas.div(blockIdx.x) * work_tiles; }
 
-  // Every `step`-th split of a work tile, counted through the CTAs of the cluster: calls use(load(partial)) with what
-  // its CTA has at `first`, for that CTA's first split, or `stride` further on for the next. kAtOnce loads at a time.
+  // Of a split of a work tile, counted through the CTAs of the cluster: what its CTA has at `first`, for that CTA's first
+  // split, or `stride` further on for the next.
+  template <class T>
+  CUTE_DEVICE T* split(T* first, int stride, int index) const {
+    int of_cta, cta;
+    ctas(of_cta, cta, index);
+    T* partial = first + of_cta * stride;
+    return is_one_cta() ? partial : cooperative_groups::cluster_group::map_shared_rank(partial, cta);
+  }
+
+  // Calls use(load(partial)) for every `step`-th split of a work tile. kAtOnce loads at a time.
   template <int kAtOnce, class T, class Load, class Use>
   CUTE_DEVICE void for_splits(int begin, int step, T* first, int stride, Load&& load, Use&& use) const {
     int end = splits * ctas.divisor;
@@ -32,10 +41,8 @@ struct ClusterShape {
       decltype(load(*first)) values[kAtOnce];
       CUTE_UNROLL
       for (int j = 0; j < kAtOnce; ++j) {
-        int index = i + j * step, of_cta, cta;
-        ctas(of_cta, cta, index);
-        T* partial = first + of_cta * stride;
-        if (!is_one_cta()) partial = cooperative_groups::cluster_group::map_shared_rank(partial, cta);
+        int index = i + j * step;
+        T* partial = split(first, stride, index);
         if (index < end) values[j] = load(*partial);
       }
       CUTE_UNROLL

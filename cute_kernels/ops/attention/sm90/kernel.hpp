@@ -2,10 +2,12 @@
 // of stages.
 #pragma once
 
+#include "cute_kernels/common/device.hpp"
 #include "cute_kernels/ops/attention/mainloop.hpp"
 #include "cute_kernels/ops/attention/sm90/load.hpp"
 #include "cute_kernels/pipeline/warp_roles_sm90a.hpp"
 #include "cute_kernels/reduce/cluster_combine.hpp"
+#include "cute_kernels/reduce/cluster_rows.hpp"
 
 namespace cute_kernels::attention::sm90 {
 
@@ -88,13 +90,21 @@ CUTE_DEVICE uint8_t* dynamic_shared() {
   }
 }
 
+// What puts the partials of a cluster together.
+template <class Traits>
+using CombineOf =
+    std::conditional_t<Traits::kByWarpgroup,
+                       reduce::ClusterRows<typename Traits::OutputShape, typename Traits::Element,
+                                           typename Traits::SchedulePolicy, kMaxCluster * Storage<Traits>::kMaxWorkers>,
+                       reduce::ClusterCombine<reduce::LogSumExp, typename Traits::OutputShape, typename Traits::Element,
+                                              typename Traits::SchedulePolicy>>;
+
 template <class Traits>
 __global__ void __launch_bounds__(kMaxThreads<kMaxWarpgroups<Traits>>, 1)
     attention_kernel(CUTE_GRID_CONSTANT RingParams const params) {
   uint8_t* shared = dynamic_shared<Traits>();
   ptx::wait_for_primary();
-  using Combine = reduce::ClusterCombine<reduce::LogSumExp, typename Traits::OutputShape, typename Traits::Element,
-                                         typename Traits::SchedulePolicy>;
+  using Combine = CombineOf<Traits>;
   auto& storage = *reinterpret_cast<Storage<Traits>*>(shared);
   typename Traits::Schedule schedule(params.schedule, shared + kFixedBytes<Traits>);
   StageRing ring{params.ring, storage.barriers, shared + kFixedBytes<Traits> + params.schedule_bytes,
@@ -121,9 +131,15 @@ __global__ void __launch_bounds__(kMaxThreads<kMaxWarpgroups<Traits>>, 1)
         Combine combine(params.schedule, params.output, params.cluster, schedule);
         combine.arrive();
         int threads = Traits::kWorkerThreads * params.schedule.workers;
-        auto first = combine.first_destination();
-        combine.write(reinterpret_cast<typename Traits::Partial*>(ring.data), threads, first,
-                      [&] { pipeline.sync_workers(); });
+        auto* partials = reinterpret_cast<typename Traits::Partial*>(ring.data);
+        auto sync_workers = [&] { pipeline.sync_workers(); };
+        if constexpr (Traits::kByWarpgroup) {
+          using Tables = typename Combine::Tables;
+          static_assert(sizeof(Tables) <= SharedP<Traits>::kBytes);
+          combine.write(partials, threads, *static_cast<Tables*>(storage.p[0].bytes()), sync_workers);
+        } else {
+          combine.write(partials, threads, combine.first_destination(), sync_workers);
+        }
       });
 }
 
