@@ -81,6 +81,13 @@ void balance(uintptr_t masks, uintptr_t channel_order, uintptr_t masks2, uintptr
                threads);
 }
 
+void longest_slots(uintptr_t masks, int role, int codec, uintptr_t channel_order, uintptr_t token_order, int64_t heads,
+                   int64_t tokens, int head_dim, uintptr_t longest, int threads) {
+  cpu::longest_slots(to_pointer<uint32_t>(masks), static_cast<format::Role>(role), static_cast<format::CodecId>(codec),
+                     to_pointer<uint8_t>(channel_order), to_pointer<uint8_t>(token_order), heads, tokens,
+                     format::padded_head_dim(head_dim), to_pointer<int32_t>(longest), threads);
+}
+
 void pack(uintptr_t x, Strides const& strides, uintptr_t masks, uintptr_t token_scales, SparseView const& view,
           int threads) {
   cpu::pack(dense_view(x, strides, view, view.batch, view.tokens), to_pointer<uint32_t>(masks),
@@ -152,6 +159,9 @@ void bind_cpu(py::module_& m) {
         "bf16 by token; returns how many of the kept values the codec cannot store");
   c.def("balance", &balance, Unlocked(), "masks"_a, "channel_order"_a, "masks2"_a, "channel_order2"_a, "batch"_a,
         "kv_heads"_a, "tokens"_a, "head_dim"_a, "token_order"_a, "longest"_a, "longest2"_a, "threads"_a);
+  c.def("longest_slots", &longest_slots, Unlocked(), "masks"_a, "role"_a, "codec"_a, "channel_order"_a, "token_order"_a,
+        "heads"_a, "tokens"_a, "head_dim"_a, "longest"_a, "threads"_a,
+        "The longest stream of each tile in the tile format two_of_four_bitmap");
   c.def("pack", &pack, Unlocked(), "x"_a, "strides"_a, "masks"_a, "token_scales"_a, "view"_a, "threads"_a);
   c.def("decompress", &decompress, Unlocked(), "view"_a, "out"_a, "threads"_a);
   c.def("store", &store, Unlocked(), "pool"_a, "k"_a, "k_strides"_a, "v"_a, "v_strides"_a, "batch"_a, "tokens"_a,

@@ -22,6 +22,7 @@ using format::CodecId;
 using format::Role;
 using format::SparseView;
 using format::TileFormatId;
+using format::TwoOfFourBitmapTile;
 using format::TwoOfFourTile;
 
 constexpr DType kDTypes[] = {DType::kFloat16, DType::kBFloat16, DType::kFloat32};
@@ -40,6 +41,15 @@ DType to_dtype(int dtype) {
 
 // Unchecked: visit_codec throws for a number that no codec has.
 CodecId to_codec(int codec) { return static_cast<CodecId>(codec); }
+
+constexpr TileFormatId kTileFormats[] = {TileFormatId::kBitmap, TileFormatId::kTwoOfFour,
+                                         TileFormatId::kTwoOfFourBitmap};
+
+TileFormatId to_tile_format(int tile_format) {
+  for (TileFormatId known : kTileFormats)
+    if (static_cast<int>(known) == tile_format) return known;
+  throw std::invalid_argument("tile_format is one of TILE_FORMATS, not " + std::to_string(tile_format));
+}
 
 // Name -> number, as Python and files know them.
 py::dict dtype_numbers() {
@@ -83,13 +93,35 @@ int scale_rows(CodecId id) {
   return format::visit_codec(id, [](auto codec) { return codec.kScaleRows; });
 }
 
-int value_rows(int longest, CodecId id) {
-  if (longest < 0) throw std::invalid_argument("longest is at least 0, not " + std::to_string(longest));
-  return format::visit_codec(id, [&](auto codec) { return codec.value_rows(longest); });
+// f(codec with the streams that a lane of the tile format has)
+template <class F>
+auto visit_packed(CodecId id, TileFormatId tile_format, F&& f) {
+  return format::visit_codec(id, [&](auto codec) {
+    if (tile_format == TwoOfFourBitmapTile::kId) return f(TwoOfFourBitmapTile::Packed<decltype(codec)>{});
+    return f(codec);
+  });
 }
 
-int max_tile_rows(int padded, CodecId id) {
-  return format::visit_codec(id, [&](auto codec) { return TileFormat::max_tile_rows<decltype(codec)>(padded); });
+int value_streams(CodecId id, TileFormatId tile_format) {
+  return visit_packed(id, tile_format, [](auto codec) { return codec.kStreams; });
+}
+
+int value_rows(int longest, CodecId id, TileFormatId tile_format) {
+  if (longest < 0) throw std::invalid_argument("longest is at least 0, not " + std::to_string(longest));
+  return visit_packed(id, tile_format, [&](auto codec) { return codec.value_rows(longest); });
+}
+
+int scale_row(int padded, TileFormatId id) {
+  return format::visit_tile_format(id, [&](auto tile_format) { return tile_format.scale_row(padded); });
+}
+
+int max_tile_rows(int padded, CodecId id, TileFormatId tile_format) {
+  return format::visit_codec(id, [&](auto codec) {
+    using Codec = decltype(codec);
+    if (tile_format == TwoOfFourTile::kId) return TwoOfFourTile::tile_rows<Codec>(padded);
+    if (tile_format == TwoOfFourBitmapTile::kId) return TwoOfFourBitmapTile::max_tile_rows<Codec>(padded);
+    return TileFormat::max_tile_rows<Codec>(padded);
+  });
 }
 
 int two_of_four_rows(int padded, CodecId id) {
@@ -110,6 +142,16 @@ std::pair<int, int> two_of_four_place(int group, int index, CodecId id) {
   return format::visit_codec(id, [&](auto codec) {
     using Codec = decltype(codec);
     return std::make_pair(TwoOfFourTile::value_row<Codec>(group), TwoOfFourTile::first_bit<Codec>(group, index));
+  });
+}
+
+// Of a lane's slot: its stream, the row of its bitmap word, counted from the first, and its bit there.
+std::vector<int> slot_place(int group, int index, CodecId id) {
+  int const slot = TwoOfFourBitmapTile::slot(group, index);
+  return format::visit_codec(id, [&](auto codec) -> std::vector<int> {
+    using Codec = decltype(codec);
+    return {TwoOfFourBitmapTile::stream<Codec>(slot), TwoOfFourBitmapTile::bitmap_word(slot),
+            TwoOfFourBitmapTile::bitmap_bit<Codec>(slot)};
   });
 }
 
@@ -140,11 +182,8 @@ SparseView make_view(uintptr_t blocks, uintptr_t row_offsets, uintptr_t token_or
   if (format::has_scales(to_codec(codec)) != (channel_scale != 0))
     throw std::invalid_argument(std::string("codec ") + format::codec_name(to_codec(codec)) +
                                 (channel_scale ? " has no scales" : " needs channel_scale"));
-  if (tile_format != static_cast<int>(TileFormatId::kBitmap) &&
-      tile_format != static_cast<int>(TileFormatId::kTwoOfFour))
-    throw std::invalid_argument("tile_format is one of TILE_FORMATS, not " + std::to_string(tile_format));
   SparseView view{};
-  view.tile_format = static_cast<TileFormatId>(tile_format);
+  view.tile_format = to_tile_format(tile_format);
   view.blocks = to_pointer<uint32_t const>(blocks);
   view.row_offsets = to_pointer<int32_t const>(row_offsets);
   view.token_order = to_pointer<uint8_t const>(token_order);
@@ -189,7 +228,7 @@ void bind_format(py::module_& m) {
   f.attr("DTYPES") = dtype_numbers();
   f.attr("CODECS") = codec_numbers();
   py::dict tile_formats;
-  for (TileFormatId id : {TileFormatId::kBitmap, TileFormatId::kTwoOfFour})
+  for (TileFormatId id : kTileFormats)
     tile_formats[format::tile_format_name(id)] = static_cast<int>(id);
   f.attr("TILE_FORMATS") = tile_formats;
   f.attr("TILE_TOKENS") = format::kTileTokens;
@@ -206,8 +245,15 @@ void bind_format(py::module_& m) {
       "bitmap_rows", [](int head_dim) { return TileFormat::bitmap_rows(checked_padded(head_dim)); },
       "padded_head_dim"_a);
   f.def(
-      "max_tile_rows", [](int head_dim, int codec) { return max_tile_rows(checked_padded(head_dim), to_codec(codec)); },
-      "padded_head_dim"_a, "codec"_a, "Rows of a tile without a zero");
+      "max_tile_rows",
+      [](int head_dim, int codec, int tile_format) {
+        return max_tile_rows(checked_padded(head_dim), to_codec(codec), to_tile_format(tile_format));
+      },
+      "padded_head_dim"_a, "codec"_a, "tile_format"_a = 0, "Rows of a tile of which nothing is left out");
+  f.def(
+      "scale_row",
+      [](int head_dim, int tile_format) { return scale_row(checked_padded(head_dim), to_tile_format(tile_format)); },
+      "padded_head_dim"_a, "tile_format"_a, "Rows of a tile before its scales, if there are any, and its values");
   f.def(
       "own_codec", [](int dtype) { return static_cast<int>(format::own_codec(to_dtype(dtype))); }, "dtype"_a,
       "The codec that stores x of this dtype bit for bit");
@@ -222,8 +268,15 @@ void bind_format(py::module_& m) {
       "scale_rows", [](int codec) { return scale_rows(to_codec(codec)); }, "codec"_a,
       "Rows of a tile, behind its bitmap, with the scales of its tokens");
   f.def(
-      "value_rows", [](int longest, int codec) { return value_rows(longest, to_codec(codec)); }, "longest"_a, "codec"_a,
-      "Value rows of a tile whose longest stream has `longest` values");
+      "value_rows",
+      [](int longest, int codec, int tile_format) {
+        return value_rows(longest, to_codec(codec), to_tile_format(tile_format));
+      },
+      "longest"_a, "codec"_a, "tile_format"_a = 0, "Value rows of a tile whose longest stream has `longest` values");
+  f.def(
+      "value_streams",
+      [](int codec, int tile_format) { return value_streams(to_codec(codec), to_tile_format(tile_format)); }, "codec"_a,
+      "tile_format"_a, "Of a lane");
   f.def(
       "number_table", [](int codec) { return number_table(to_codec(codec)); }, "codec"_a,
       "[code] -> number relative to the scales; empty for a codec without scales");
@@ -258,6 +311,10 @@ void bind_format(py::module_& m) {
       "two_of_four_place",
       [](int group, int index, int codec) { return two_of_four_place(group, index, to_codec(codec)); }, "group"_a,
       "index"_a, "codec"_a, "The value row and lowest bit of a lane's value: the first or second of a group");
+  f.def(
+      "slot_place", [](int group, int index, int codec) { return slot_place(group, index, to_codec(codec)); }, "group"_a,
+      "index"_a, "codec"_a,
+      "Of a lane's slot in the tile format two_of_four_bitmap: its stream, the row and the bit in the bitmap");
   f.def(
       "stream_of",
       [](int role, int token_group, int channel_class) {

@@ -109,7 +109,7 @@ int trim_streams(SparseView const& view, int most, uint16_t* dense) {
 }
 
 void write_block(SparseView const& view, uint16_t const* dense, TileScales const& scales, int rows, uint32_t* block) {
-  if (view.tile_format == format::TileFormatId::kTwoOfFour) return write_two_of_four(view, dense, scales, block);
+  if (view.tile_format != TileFormat::kId) return write_two_of_four(view, dense, scales, rows, block);
   format::visit_codec(view.codec,
                       [&](auto codec) { write_block_as<decltype(codec)>(view, dense, scales, rows, block); });
 }
@@ -117,7 +117,7 @@ void write_block(SparseView const& view, uint16_t const* dense, TileScales const
 void read_block(SparseView const& view, uint32_t const* block, uint16_t const* channel_scales, int rows,
                 uint16_t* dense) {
   TileScales const scales{view.token_scales(block), channel_scales};
-  if (view.tile_format == format::TileFormatId::kTwoOfFour) return read_two_of_four(view, block, scales, dense);
+  if (view.tile_format != TileFormat::kId) return read_two_of_four(view, block, scales, dense);
   format::visit_codec(view.codec,
                       [&](auto codec) { read_block_as<decltype(codec)>(view, block, scales, rows, dense); });
 }

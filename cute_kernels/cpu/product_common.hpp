@@ -52,7 +52,7 @@ inline Number to_number(DType dtype) {
 // The pair kernels if they serve this view, else null.
 inline PairKernels const* pair_kernels(Kernels const& isa, SparseView const& view) {
   bool const whole_blocks = view.padded_head_dim / 4 % kPairBlock == 0;
-  if (view.tile_format != format::TileFormatId::kBitmap) return nullptr;
+  if (view.tile_format != TileFormat::kId) return nullptr;
   return view.codec == format::CodecId::kBf16 && whole_blocks ? isa.pairs : nullptr;
 }
 
@@ -70,7 +70,7 @@ inline bool has_finite_values(SparseView const& view, int64_t tile_index) {
     using Codec = decltype(codec);
     uint32_t const* begin = block(view, tile_index);
     uint32_t const* end = begin + view.rows(tile_index) * format::kLanes;
-    begin += TileFormat::first_value_row<Codec>(view.padded_head_dim) * format::kLanes;
+    begin += (view.scale_row() + Codec::kScaleRows) * format::kLanes;
     return std::all_of(begin, end, [&](uint32_t word) { return Codec::all_finite(word); });
   });
 }
@@ -137,7 +137,7 @@ class TileScratch {
     prefetch(view, next_tile);
     UnpackedTile tile{masks_.data(), streams_.data(), stride_};
     uint32_t const* from = block(view, tile_index);
-    if (view.tile_format == format::TileFormatId::kTwoOfFour) {
+    if (view.tile_format != TileFormat::kId) {
       unpack_two_of_four(view, from, tile);
       return tile;
     }
@@ -163,7 +163,7 @@ class TileScratch {
  private:
   // In values, at most.
   int longest_stream(SparseView const& view) const {
-    if (view.tile_format == format::TileFormatId::kTwoOfFour) return TileFormat::stream_elements(view.padded_head_dim);
+    if (view.tile_format != TileFormat::kId) return TileFormat::stream_elements(view.padded_head_dim);
     return format::visit_codec(view.codec, [&](auto codec) {
       return codec.most_values(std::max(view.max_tile_rows - bitmap_rows_ - codec.kScaleRows, 0));
     });

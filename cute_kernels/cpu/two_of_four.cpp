@@ -15,7 +15,9 @@ namespace {
 
 using format::kLanes;
 using format::Role;
-using Tile = format::TwoOfFourTile;
+using Tile = format::TwoOfFourGroups;
+using format::TwoOfFourBitmapTile;
+using format::TwoOfFourTile;
 
 template <Role kRole, int HeadDim>
 std::vector<LaneGroup> make_lane_groups() {
@@ -50,31 +52,52 @@ Pair two_largest(uint32_t const (&keys)[Tile::kGroup]) {
   return {std::min(best, next), std::max(best, next)};
 }
 
-// f(position, value's word in the block, its first bit) for every stored value of a block.
+template <class Codec>
+constexpr uint32_t kValueMask = (1u << Codec::kValueBits) - 1;
+
+// f(position, bits of the value) for every stored value of a block.
 template <class Codec, class F>
-void for_values(SparseView const& view, uint32_t const* block, F&& f) {
+void for_values(TwoOfFourTile, SparseView const& view, uint32_t const* block, F&& f) {
   int const padded = view.padded_head_dim, count = Tile::lane_groups(padded);
-  int const first_word = Tile::first_value_row<Codec>(padded) * kLanes;
+  uint32_t const* values = block + TwoOfFourTile::first_value_row<Codec>(padded) * kLanes;
   LaneGroup const* groups = lane_groups(view.role, padded).data();
   for (int lane = 0; lane < kLanes; ++lane)
     for (int group = 0; group < count; ++group, ++groups) {
       uint32_t const kept = block[groups->metadata_word] >> groups->metadata_bit;
-      int const word = first_word + Tile::value_row<Codec>(group) * kLanes + lane;
+      uint32_t const word = values[TwoOfFourTile::value_row<Codec>(group) * kLanes + lane];
       for (int i = 0; i < Tile::kKept; ++i)
-        f(groups->position[kept >> (2 * i) & 3], word, Tile::first_bit<Codec>(group, i));
+        f(groups->position[kept >> (2 * i) & 3],
+          word >> TwoOfFourTile::first_bit<Codec>(group, i) & kValueMask<Codec>);
     }
 }
 
-template <class Codec>
-constexpr uint32_t kValueMask = (1u << Codec::kValueBits) - 1;
-
-template <class Codec>
-void write_as(SparseView const& view, uint16_t const* dense, TileScales const& scales, uint32_t* block) {
+template <class Codec, class F>
+void for_values(TwoOfFourBitmapTile, SparseView const& view, uint32_t const* block, F&& f) {
+  using Packed = TwoOfFourBitmapTile::Packed<Codec>;
   int const padded = view.padded_head_dim, count = Tile::lane_groups(padded);
-  std::fill_n(block, Tile::tile_rows<Codec>(padded) * kLanes, 0u);
-  if constexpr (Codec::kHasScales)
-    std::memcpy(block + Tile::metadata_rows(padded) * kLanes, scales.tokens, format::kRowBytes);
-  uint32_t* values = block + Tile::first_value_row<Codec>(padded) * kLanes;
+  uint32_t const* bitmap = block + Tile::metadata_rows(padded) * kLanes;
+  uint32_t const* values = block + TwoOfFourBitmapTile::first_value_row<Codec>(padded) * kLanes;
+  LaneGroup const* groups = lane_groups(view.role, padded).data();
+  for (int lane = 0; lane < kLanes; ++lane) {
+    int taken[Packed::kStreams] = {};
+    for (int group = 0; group < count; ++group, ++groups) {
+      uint32_t const kept = block[groups->metadata_word] >> groups->metadata_bit;
+      for (int i = 0; i < Tile::kKept; ++i) {
+        int const slot = TwoOfFourBitmapTile::slot(group, i), s = TwoOfFourBitmapTile::stream<Codec>(slot);
+        uint32_t const word = bitmap[TwoOfFourBitmapTile::bitmap_word(slot) * kLanes + lane];
+        if (!(word >> TwoOfFourBitmapTile::bitmap_bit<Codec>(slot) & 1)) continue;
+        int const rank = taken[s]++;
+        f(groups->position[kept >> (2 * i) & 3],
+          Packed::extract(values[Packed::value_row(s, rank) * kLanes + lane], s, rank));
+      }
+    }
+  }
+}
+
+// f(lane, group, slot of the group, position) for every slot of a tile, whose metadata it writes.
+template <class F>
+void write_groups(SparseView const& view, uint16_t const* dense, uint32_t* block, F&& f) {
+  int const padded = view.padded_head_dim, count = Tile::lane_groups(padded);
   LaneGroup const* groups = lane_groups(view.role, padded).data();
   uint32_t const nan = nan_key(view.dtype);
   for (int lane = 0; lane < kLanes; ++lane)
@@ -83,20 +106,50 @@ void write_as(SparseView const& view, uint16_t const* dense, TileScales const& s
       for (int i = 0; i < Tile::kGroup; ++i) keys[i] = magnitude_key(dense[groups->position[i]], nan);
       Pair const kept = two_largest(keys);
       block[groups->metadata_word] |= static_cast<uint32_t>(kept.first | kept.second << 2) << groups->metadata_bit;
-      for (int i = 0; i < Tile::kKept; ++i) {
-        int const index = groups->position[i ? kept.second : kept.first];
-        uint16_t const x = dense[index] & 0x7fff ? dense[index] : 0;
-        values[Tile::value_row<Codec>(group) * kLanes + lane] |= encode_element<Codec>(view, scales, x, index)
-                                                                 << Tile::first_bit<Codec>(group, i);
-      }
+      for (int i = 0; i < Tile::kKept; ++i) f(lane, group, i, groups->position[i ? kept.second : kept.first]);
     }
 }
 
 template <class Codec>
-void read_as(SparseView const& view, uint32_t const* block, TileScales const& scales, uint16_t* dense) {
-  std::fill_n(dense, format::kTileTokens * view.padded_head_dim, uint16_t{0});
-  for_values<Codec>(view, block, [&](int position, int word, int bit) {
-    dense[position] = decode_element<Codec>(view, scales, block[word] >> bit & kValueMask<Codec>, position);
+void write_values(TwoOfFourTile, SparseView const& view, uint16_t const* dense, TileScales const& scales, int,
+                  uint32_t* block) {
+  uint32_t* values = block + TwoOfFourTile::first_value_row<Codec>(view.padded_head_dim) * kLanes;
+  write_groups(view, dense, block, [&](int lane, int group, int i, int index) {
+    uint16_t const x = dense[index] & 0x7fff ? dense[index] : 0;
+    values[TwoOfFourTile::value_row<Codec>(group) * kLanes + lane] |= encode_element<Codec>(view, scales, x, index)
+                                                                      << TwoOfFourTile::first_bit<Codec>(group, i);
+  });
+}
+
+template <class Codec>
+void write_values(TwoOfFourBitmapTile, SparseView const& view, uint16_t const* dense, TileScales const& scales,
+                  int rows, uint32_t* block) {
+  using Packed = TwoOfFourBitmapTile::Packed<Codec>;
+  int const padded = view.padded_head_dim, first_row = TwoOfFourBitmapTile::first_value_row<Codec>(padded);
+  uint32_t* bitmap = block + Tile::metadata_rows(padded) * kLanes;
+  uint32_t* values = block + first_row * kLanes;
+  int const most = Packed::most_values(rows - first_row);
+  int taken[kLanes][Packed::kStreams] = {};
+  write_groups(view, dense, block, [&](int lane, int group, int i, int index) {
+    if (!(dense[index] & 0x7fff)) return;
+    int const slot = TwoOfFourBitmapTile::slot(group, i), s = TwoOfFourBitmapTile::stream<Codec>(slot);
+    int const rank = taken[lane][s]++;
+    bitmap[TwoOfFourBitmapTile::bitmap_word(slot) * kLanes + lane] |= 1u
+                                                                     << TwoOfFourBitmapTile::bitmap_bit<Codec>(slot);
+    if (rank < most)
+      values[Packed::value_row(s, rank) * kLanes + lane] |=
+          Packed::place(encode_element<Codec>(view, scales, dense[index], index), s, rank);
+  });
+}
+
+// f(tile format, codec)
+template <class F>
+void visit(SparseView const& view, F&& f) {
+  format::visit_codec(view.codec, [&](auto codec) {
+    if (view.tile_format == TwoOfFourTile::kId)
+      f(TwoOfFourTile{}, codec);
+    else
+      f(TwoOfFourBitmapTile{}, codec);
   });
 }
 
@@ -110,12 +163,24 @@ std::vector<LaneGroup> const& lane_groups(Role role, int padded_head_dim) {
   });
 }
 
-void write_two_of_four(SparseView const& view, uint16_t const* dense, TileScales const& scales, uint32_t* block) {
-  format::visit_codec(view.codec, [&](auto codec) { write_as<decltype(codec)>(view, dense, scales, block); });
+void write_two_of_four(SparseView const& view, uint16_t const* dense, TileScales const& scales, int rows,
+                       uint32_t* block) {
+  visit(view, [&](auto tile_format, auto codec) {
+    std::fill_n(block, rows * kLanes, 0u);
+    if constexpr (codec.kHasScales)
+      std::memcpy(block + view.scale_row() * kLanes, scales.tokens, format::kRowBytes);
+    write_values<decltype(codec)>(tile_format, view, dense, scales, rows, block);
+  });
 }
 
 void read_two_of_four(SparseView const& view, uint32_t const* block, TileScales const& scales, uint16_t* dense) {
-  format::visit_codec(view.codec, [&](auto codec) { read_as<decltype(codec)>(view, block, scales, dense); });
+  std::fill_n(dense, format::kTileTokens * view.padded_head_dim, uint16_t{0});
+  visit(view, [&](auto tile_format, auto codec) {
+    using Codec = decltype(codec);
+    for_values<Codec>(tile_format, view, block, [&](int position, uint32_t bits) {
+      dense[position] = decode_element<Codec>(view, scales, bits, position);
+    });
+  });
 }
 
 void unpack_two_of_four(SparseView const& view, uint32_t const* block, UnpackedTile const& tile) {
@@ -124,10 +189,9 @@ void unpack_two_of_four(SparseView const& view, uint32_t const* block, UnpackedT
   int const elements = Bitmap::lane_elements(view.padded_head_dim);
   std::vector<float> value(static_cast<size_t>(format::kTileTokens) * view.padded_head_dim);
   std::vector<uint8_t> stored(value.size());
-  format::visit_codec(view.codec, [&](auto codec) {
+  visit(view, [&](auto tile_format, auto codec) {
     using Codec = decltype(codec);
-    for_values<Codec>(view, block, [&](int position, int word, int bit) {
-      uint32_t const bits = block[word] >> bit & kValueMask<Codec>;
+    for_values<Codec>(tile_format, view, block, [&](int position, uint32_t bits) {
       if constexpr (Codec::kHasScales) {
         value[position] = Codec::number(bits), stored[position] = 1;
       } else {
@@ -197,6 +261,38 @@ int64_t select_two_of_four(DenseView const& x, Role role, uint8_t const* channel
     }
   });
   return lost;
+}
+
+void longest_slots(uint32_t const* masks, Role role, format::CodecId codec, uint8_t const* channel_order,
+                   uint8_t const* token_order, int64_t heads, int64_t tokens, int padded, int32_t* longest,
+                   int threads) {
+  int64_t const tiles = (tokens + format::kTileTokens - 1) / format::kTileTokens;
+  int const count = Tile::lane_groups(padded), words = padded / 32;
+  bool const one_stream = format::is_narrow(codec);
+  static_assert(TwoOfFourBitmapTile::Packed<format::Fp8Codec>::kStreams == 1);
+  parallel(threads, heads * tiles, [&](TaskQueue& queue) {
+    for (int64_t tile; (tile = queue.next()) >= 0;) {
+      int64_t const head = tile / tiles, first_token = tile % tiles * format::kTileTokens;
+      uint32_t const* of_tile = masks + (head * tokens + first_token) * words;
+      auto is_kept = [&](int position) {
+        int const token = token_order[tile * format::kTileTokens + position / padded];
+        int const channel = channel_order[head * padded + position % padded];
+        return first_token + token < tokens && of_tile[token * words + channel / 32] >> channel % 32 & 1;
+      };
+      LaneGroup const* groups = lane_groups(role, padded).data();
+      int most = 0;
+      for (int lane = 0; lane < kLanes; ++lane) {
+        int taken[kStreams] = {};
+        for (int group = 0; group < count; ++group, ++groups) {
+          int const slot = TwoOfFourBitmapTile::slot(group, 0);  // the other one is of the same stream
+          int const s = one_stream ? 0 : TwoOfFourBitmapTile::stream<format::Fp16Codec>(slot);
+          for (int i = 0; i < Tile::kGroup; ++i) taken[s] += is_kept(groups->position[i]);
+        }
+        most = std::max({most, taken[0], taken[1]});
+      }
+      longest[tile] = most;
+    }
+  });
 }
 
 }  // namespace cute_kernels::cpu

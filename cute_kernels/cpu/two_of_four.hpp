@@ -1,4 +1,4 @@
-// The tile format of exactly two of four on the CPU: tables of its layout, selection, and its blocks.
+// The tile formats of two of four on the CPU: tables of its layout, selection, and its blocks.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@ namespace cute_kernels::cpu {
 
 // A lane's group: where its four elements are, and its metadata.
 struct LaneGroup {
-  uint16_t position[format::TwoOfFourTile::kGroup];  // token_position * padded_head_dim + channel_position
+  uint16_t position[format::TwoOfFourGroups::kGroup];  // token_position * padded_head_dim + channel_position
   uint16_t metadata_word;                            // of the block
   uint8_t metadata_bit;
 };
@@ -19,12 +19,13 @@ struct LaneGroup {
 // [lane * lane_groups + group]. std::invalid_argument for a head_dim that no tile has.
 std::vector<LaneGroup> const& lane_groups(format::Role role, int padded_head_dim);
 
-// As write_block and read_block, for views of this tile format. Of every group of `dense` the two largest are written,
+// As write_block and read_block, for views of these tile formats. Of every group of `dense` the two largest are written,
 // ties to the first.
-void write_two_of_four(SparseView const& view, uint16_t const* dense, TileScales const& scales, uint32_t* block);
+void write_two_of_four(SparseView const& view, uint16_t const* dense, TileScales const& scales, int rows,
+                       uint32_t* block);
 void read_two_of_four(SparseView const& view, uint32_t const* block, TileScales const& scales, uint16_t* dense);
 
-// A block as the products take it: with 16 bits its nonzeros, else the numbers of all its codes, without scales. The
+// A block as the products take it: with 16 bits its nonzeros, else the numbers of all its stored codes, without scales. The
 // tile has room for streams of padded_head_dim values.
 void unpack_two_of_four(SparseView const& view, uint32_t const* block, UnpackedTile const& tile);
 

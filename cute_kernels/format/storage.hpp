@@ -8,6 +8,7 @@
 #include "cute_kernels/format/codec/scales.hpp"
 #include "cute_kernels/format/tile/bitmap.hpp"
 #include "cute_kernels/format/tile/two_of_four.hpp"
+#include "cute_kernels/format/tile/two_of_four_bitmap.hpp"
 
 namespace cute_kernels::format {
 
@@ -74,16 +75,35 @@ struct SparseView {
     return pages.table ? row_offsets[index] : row_offsets[index + 1] - row_offsets[index];
   }
 
-  // In a block of a codec with scales, behind its bitmap or metadata, in the order of scale_index.
+  // Rows of a block before its scales: its bitmap, metadata, or both.
+  CUTE_HOST_DEVICE int scale_row() const {
+    return tile_format == TileFormatId::kTwoOfFourBitmap ? TwoOfFourBitmapTile::scale_row(padded_head_dim)
+                                                         : BitmapTile::scale_row(padded_head_dim);
+  }
+  // In a block of a codec with scales, in the order of scale_index.
   CUTE_HOST_DEVICE uint16_t const* token_scales(uint32_t const* block) const {
-    return reinterpret_cast<uint16_t const*>(block + BitmapTile::bitmap_rows(padded_head_dim) * kLanes);
+    return reinterpret_cast<uint16_t const*>(block + scale_row() * kLanes);
   }
 };
 
-static_assert(BitmapTile::bitmap_rows(kMinHeadDim) == TwoOfFourTile::metadata_rows(kMinHeadDim));  // see token_scales
+static_assert(BitmapTile::scale_row(kMinHeadDim) == TwoOfFourTile::scale_row(kMinHeadDim));  // see scale_row
+
+// f(tile_format). std::invalid_argument for a number that none has.
+template <class F>
+decltype(auto) visit_tile_format(TileFormatId id, F&& f) {
+  switch (id) {
+    case TileFormatId::kBitmap:
+      return f(BitmapTile{});
+    case TileFormatId::kTwoOfFour:
+      return f(TwoOfFourTile{});
+    case TileFormatId::kTwoOfFourBitmap:
+      return f(TwoOfFourBitmapTile{});
+  }
+  throw std::invalid_argument("there is no tile format " + std::to_string(static_cast<int>(id)));
+}
 
 inline char const* tile_format_name(TileFormatId id) {
-  return id == TileFormatId::kTwoOfFour ? TwoOfFourTile::kName : BitmapTile::kName;
+  return visit_tile_format(id, [](auto tile_format) { return decltype(tile_format)::kName; });
 }
 
 // For kernels of one tile format: std::runtime_error for storage in another. user: who reads it, for the message.

@@ -10,6 +10,7 @@
 //                                            those of two words, into 32 registers
 //   kRowsBehind                              of a block, that it may read without using them
 // Of a codec with scales the elements are the numbers of its codes.
+// Of at most two of four the elements are slots (slot_decoder.hpp).
 // Of exactly two of four a value has a place of its own: there is no cursor, and `load` takes an atom (pair_decoder.hpp).
 #pragma once
 
@@ -25,3 +26,4 @@ struct Decoder {
 #include "cute_kernels/mma/bitmap16_decoder.hpp"
 #include "cute_kernels/mma/narrow_decoder.hpp"
 #include "cute_kernels/mma/pair_decoder.hpp"
+#include "cute_kernels/mma/slot_decoder.hpp"

@@ -1,8 +1,8 @@
 // The decoder of values of 8 and 4 bits under a bitmap, into A fragments in fp16.
 //
-// A lane's two streams have words of their own in turn, in the lane's own column of the block (bank = lane: no conflicts
-// at any row). Four consecutive elements of a stream, a quad, are two registers; their bits lie 4 apart in half a bitmap
-// word. One product of them says everything: its low half is the selector with which prmt puts the stream's next values
+// A lane's streams have words of their own in turn, in the lane's own column of the block (bank = lane: no conflicts at
+// any row). Four consecutive elements of a stream, a quad, are two registers; their bits lie 4 apart in half a bitmap
+// word. Of slots (SlotDecoder) a lane has one stream, to which both quads of an atom belong. One product of them says everything: its low half is the selector with which prmt puts the stream's next values
 // in their places, and something that stands for nothing where a bit is not set; its top four bits are how many values
 // that took. The next values are found by shifting two words of the stream together. The work is the same whatever the
 // density. Of what is read behind a stream's end nothing is used.
@@ -25,8 +25,8 @@ struct NarrowDecoder {
   static constexpr int kRowsBehind = (Codec::kValueBits == 8 ? 3 : 2) * Codec::kWordRows;
 
   struct Cursor {
-    uint32_t words;                   // shared-memory address of the lane's first value word
-    uint32_t taken[Codec::kStreams];  // values of each stream
+    uint32_t words;                       // shared-memory address of the lane's first value word
+    uint32_t taken[Codec::kStreams] = {};  // values of each stream
   };
 
   // Where the lane's values begin in one of kParts equal parts of the tile's elements: counts of the words before it.
@@ -34,23 +34,31 @@ struct NarrowDecoder {
   template <int kHeadDim, int kParts, bool kAtOnce = false>
   CUTE_DEVICE static Cursor first(uint32_t lane_column, int part) {
     constexpr int kWords = TileFormat::bitmap_rows(kHeadDim) / kParts;  // of a part
-    Cursor at{lane_column + TileFormat::first_value_row<Codec>(kHeadDim) * format::kRowBytes, {0, 0}};
+    Cursor at{lane_column + TileFormat::first_value_row<Codec>(kHeadDim) * format::kRowBytes};
     if constexpr (kAtOnce) {
       CUTE_UNROLL
       for (int i = 0; i < (kParts - 1) * kWords; ++i) {
         uint32_t word = i / kWords < part ? ptx::load_shared_u32(lane_column + i * format::kRowBytes) : 0;
-        at.taken[0] += __popc(word & TileFormat::stream_bits(0));
-        at.taken[1] += __popc(word & TileFormat::stream_bits(1));
+        if constexpr (Codec::kStreams == 1) {
+          at.taken[0] += __popc(word);
+        } else {
+          at.taken[0] += __popc(word & TileFormat::stream_bits(0));
+          at.taken[1] += __popc(word & TileFormat::stream_bits(1));
+        }
       }
     } else if constexpr (kParts > 1) {
       CUTE_NO_UNROLL
       for (int before = 0; before < part; ++before, lane_column += kWords * format::kRowBytes) {
         CUTE_UNROLL
-        for (int word = 0; word < kWords; word += 2) {  // both streams of two words, each in a word of its own
+        for (int word = 0; word < kWords; word += 2) {
           uint32_t word0 = ptx::load_shared_u32(lane_column + word * format::kRowBytes);
           uint32_t word1 = kWords < 2 ? 0 : ptx::load_shared_u32(lane_column + (word + 1) * format::kRowBytes);
-          at.taken[0] += __popc(ptx::blend(word0, word1 << 1, TileFormat::stream_bits(0)));
-          at.taken[1] += __popc(ptx::blend(word0, word1 >> 1, TileFormat::stream_bits(1)));
+          if constexpr (Codec::kStreams == 1) {
+            at.taken[0] += __popc(word0) + (kWords < 2 ? 0 : __popc(word1));
+          } else {  // both streams of two words, each in a word of its own
+            at.taken[0] += __popc(ptx::blend(word0, word1 << 1, TileFormat::stream_bits(0)));
+            at.taken[1] += __popc(ptx::blend(word0, word1 >> 1, TileFormat::stream_bits(1)));
+          }
         }
       }
     }
@@ -70,8 +78,8 @@ struct NarrowDecoder {
   }
 
  private:
-  static_assert(Codec::kStreams == 2 && Codec::kBitDistance == 4 && format::kRowBytes == 128);
-  static constexpr int kAtoms = 2;  // whose values of a stream are found together: two quads
+  static_assert(Codec::kStreams <= 2 && Codec::kBitDistance == 4 && format::kRowBytes == 128);
+  static constexpr int kAtoms = Codec::kStreams;  // whose values of a stream are found together: two quads
 
   // Into r(first) and behind.
   template <class Registers>
@@ -79,7 +87,7 @@ struct NarrowDecoder {
     CUTE_UNROLL
     for (int atom = 0; atom < 4; atom += kAtoms) {
       decode<0>(word, at, atom, r, first);
-      decode<1>(word, at, atom, r, first);
+      if constexpr (Codec::kStreams == 2) decode<1>(word, at, atom, r, first);
     }
   }
 
@@ -93,13 +101,14 @@ struct NarrowDecoder {
     return (word >> shift & 0x1111u) * 0x1111110cu + 0x4444u;
   }
 
-  // A stream's elements of two atoms, from r(first + 4 * atom) on. Its next eight values serve both quads, those of the
-  // second from the first one's count on.
+  // A stream's elements of two atoms, from r(first + 4 * atom) on, or all of one atom. The next eight values serve both
+  // quads, those of the second from the first one's count on.
   template <int S, class Registers>
   CUTE_DEVICE static void decode(uint32_t word, Cursor& at, int atom, Registers& r, int first) {
     constexpr uint32_t kFirst = S * format::kRowBytes,
                        kWord = Codec::kWordRows * format::kRowBytes;  // to the next word
-    uint32_t product = quad(word, atom, S), product1 = quad(word, atom + 1, S), count = product >> 28;
+    uint32_t product = quad(word, atom, S),
+             product1 = kAtoms == 2 ? quad(word, atom + 1, S) : quad(word, atom, 1), count = product >> 28;
     uint32_t whole = at.taken[S] & ~(Codec::kWordValues - 1u), shift = at.taken[S] * Codec::kValueBits;
     uint32_t address = ptx::multiply_add(whole, kWord / Codec::kWordValues, at.words);
     uint32_t word0 = ptx::load_shared_word<kFirst>(address), word1 = ptx::load_shared_word<kFirst + kWord>(address);
@@ -114,9 +123,9 @@ struct NarrowDecoder {
       bytes1 = ptx::permute_bytes(even, odd, 0x73625140u >> (4 * count));
     }
     at.taken[S] += count + (product1 >> 28);
-    int to = first + 4 * atom + 2 * S;
+    int to = first + 4 * atom + 2 * S, to1 = to + 2 * kAtoms;
     to_halves(ptx::permute_bytes(bytes, kNothing, product), r(to), r(to + 1));
-    to_halves(ptx::permute_bytes(bytes1, kNothing, product1), r(to + 4), r(to + 5));
+    to_halves(ptx::permute_bytes(bytes1, kNothing, product1), r(to1), r(to1 + 1));
   }
 
   // Four codes, a byte each, as fp16.

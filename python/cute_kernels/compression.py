@@ -16,11 +16,11 @@ from cute_kernels import rules
 from cute_kernels._runtime import checks, gradients, ops
 from cute_kernels._runtime.extension import TILE_FORMATS
 from cute_kernels._runtime.launching import address, compression_kernels
-from cute_kernels._storage import arguments, steps, two_of_four
+from cute_kernels._storage import arguments, steps, two_of_four, two_of_four_bitmap
 from cute_kernels._storage.checks import check_preallocated, chosen_codec
 from cute_kernels._storage.compressor import Cache, compress_caches
-from cute_kernels._storage.storage import BITMAP, TWO_OF_FOUR, Storage
-from cute_kernels.rules import Magnitude, Rule, TwoOfFour
+from cute_kernels._storage.storage import BITMAP, TWO_OF_FOUR, TWO_OF_FOUR_BITMAP, Storage
+from cute_kernels.rules import Magnitude, MagnitudeTwoOfFour, Rule, TwoOfFour
 from cute_kernels.sparse_kv import SparseKV, from_storage, storage_of
 
 
@@ -86,7 +86,8 @@ def compress(
     tile_format: where the values are. "bitmap" takes every pattern. "two_of_four" is smaller and faster to multiply; it
         takes rule "2of4", or a cache that has the pattern already: at most two nonzeros in every four neighbouring
         channels of keys, or tokens of values, as they lie in memory, with method "magnitude" and neither sparsity nor
-        keep. None: "two_of_four" for rule "2of4", unless out is given, else "bitmap".
+        keep. "two_of_four_bitmap", of such a cache or rule "magnitude-2of4", stores nonzeros alone, and is faster to
+        multiply than "bitmap". None: "two_of_four" for rule "2of4", unless out is given, else "bitmap".
     out: a cache from `SparseKV.preallocate` to fill and return, like x in shape, dtype and device, of the same role
         and codec, and preallocated for at least as many elements a token.
 
@@ -210,12 +211,15 @@ def _tile_format(given: Any, rule: Rule, kept: int, out: Storage | None) -> str:
         raise TypeError(f"tile_format must be a str or None, got {type(given).__name__}")
     if given not in TILE_FORMATS:
         raise ValueError(f"tile_format must be one of {', '.join(map(repr, TILE_FORMATS))} or None, got {given!r}")
-    if given == TWO_OF_FOUR and out is not None:
+    if given == BITMAP:
+        return given
+    if out is not None:
         raise ValueError(f"tile_format must be {BITMAP!r} or None with out, got {given!r}")
-    if given == TWO_OF_FOUR and not isinstance(rule, TwoOfFour) and not (isinstance(rule, Magnitude) and kept == 0):
+    own_rule: type[Rule] = TwoOfFour if given == TWO_OF_FOUR else MagnitudeTwoOfFour
+    if not isinstance(rule, own_rule) and not (isinstance(rule, Magnitude) and kept == 0):
         raise ValueError(
-            f"tile_format {given!r} goes with method '2of4', or with 'magnitude' without sparsity and keep for a cache "
-            f"that has the pattern already, not with method {rule.name!r}{f' that keeps {kept}' if kept else ''}"
+            f"tile_format {given!r} goes with method {own_rule.name!r}, or with 'magnitude' without sparsity and keep for "
+            f"a cache that has the pattern already, not with method {rule.name!r}{f' that keeps {kept}' if kept else ''}"
         )
     return given
 
@@ -224,6 +228,11 @@ def _cache(x: Tensor, role: str, rule: Rule, kept: int, codec: str, tile_format:
     """What the kernels have to compress: x and how much to keep, or x as the rule leaves it."""
     if tile_format == TWO_OF_FOUR:
         return Cache(x, role, kept, codec, out, tile_format)
+    if tile_format == TWO_OF_FOUR_BITMAP:
+        if isinstance(rule, Magnitude):  # has the pattern already
+            return Cache(x, role, 0, codec, out, tile_format)
+        order = rules.channel_order(x, min(kept, x.shape[3] // 2)) if role == "key" else None
+        return Cache(rule.prune(x, kept, role), role, 0, codec, out, tile_format, order)
     if kept == 0 or isinstance(rule, Magnitude):
         return Cache(x, role, kept, codec, out)
     stored = 0 if out is None else _stored(rule, kept)  # without out, exactly what the rule left is stored
@@ -260,8 +269,11 @@ def _compress_eagerly(caches: list[Cache]) -> list[Storage]:
         if cache.tile_format == BITMAP:
             results += compress_caches([cache])
             continue
-        shared = next((of.token_order for of in results if of.tile_format == TWO_OF_FOUR), None)
-        results.append(two_of_four.compress_cache(cache, cache.kept == 0, shared))
+        shared = next((of.token_order for of in results if of.tile_format == cache.tile_format), None)
+        if cache.tile_format == TWO_OF_FOUR:
+            results.append(two_of_four.compress_cache(cache, cache.kept == 0, shared))
+        else:
+            results.append(two_of_four_bitmap.compress_cache(cache, cache.key_order, shared))
     return results
 
 

@@ -46,4 +46,17 @@ struct CodecBits {
   }
 };
 
+// A narrow codec where a lane has one stream, with its whole word in every value row.
+template <class Codec>
+struct OneStream : Codec {
+  static_assert(Codec::kIsNarrow);
+  static constexpr int kStreams = 1, kWordRows = 1;
+
+  CUTE_HOST_DEVICE static constexpr int value_rows(int longest) {
+    return (longest + Codec::kWordValues - 1) / Codec::kWordValues;
+  }
+  CUTE_HOST_DEVICE static constexpr int most_values(int value_rows) { return value_rows * Codec::kWordValues; }
+  CUTE_HOST_DEVICE static constexpr int value_row(int, int rank) { return rank / Codec::kWordValues; }
+};
+
 }  // namespace cute_kernels::format

@@ -13,7 +13,7 @@
 namespace cute_kernels::format {
 
 enum class Role : int { kKey = 0, kValue = 1 };
-enum class TileFormatId : int { kBitmap = 0, kTwoOfFour = 1 };
+enum class TileFormatId : int { kBitmap = 0, kTwoOfFour = 1, kTwoOfFourBitmap = 2 };
 
 inline constexpr int kTileTokens = 64;
 inline constexpr int kLanes = 32;

@@ -1,10 +1,5 @@
-// The tile format of exactly two of four: the A operand of the sparse tensor-core instruction, register by register.
-//
-//   block of a tile = rows of metadata, then a row of the tokens' scales if the codec has scales, then value rows.
-//
-// Of every group of 4 neighbours along K, channels of keys or tokens of values, two values are stored; if fewer are
-// nonzero, with zeros. Metadata says which two. So all tiles have the same size, every value has a place of its own, and
-// there is nothing to look up. Everything below is derived from the layouts of `TwoOfFourTile::MmaAtom`.
+// The A operand of the sparse tensor-core instruction, register by register, and the tile format that stores it as it is.
+// Everything below is derived from the layouts of `TwoOfFourGroups::MmaAtom`.
 #pragma once
 
 #include <cute/atom/mma_atom.hpp>
@@ -14,10 +9,9 @@
 
 namespace cute_kernels::format {
 
-struct TwoOfFourTile {
-  static constexpr TileFormatId kId = TileFormatId::kTwoOfFour;
-  static constexpr char const* kName = "two_of_four";
-
+// What tile formats of this instruction share: of every group of 4 neighbours along K, channels of keys or tokens of
+// values, two are candidates, and metadata says which two.
+struct TwoOfFourGroups {
   using MmaAtom = SparseMma_16x8x32<cute::half_t>;  // that of bf16 has the same layouts
 
   static constexpr int kGroup = 4, kKept = 2;
@@ -28,36 +22,12 @@ struct TwoOfFourTile {
   CUTE_HOST_DEVICE static constexpr int metadata_rows(int head_dim) {
     return lane_groups(head_dim) * kMetadataBits / 32;
   }
-  // As in BitmapTile.
-  CUTE_HOST_DEVICE static constexpr int scale_row(int head_dim) { return metadata_rows(head_dim); }
-  template <class Codec>
-  CUTE_HOST_DEVICE static constexpr int first_value_row(int head_dim) {
-    return metadata_rows(head_dim) + Codec::kScaleRows;
-  }
-  template <class Codec>
-  CUTE_HOST_DEVICE static constexpr int tile_rows(int head_dim) {
-    return first_value_row<Codec>(head_dim) + lane_groups(head_dim) * kKept * Codec::kValueBits / 32;
-  }
 
   // Columns of A have the positions in which they come: neighbours stay neighbours.
   CUTE_HOST_DEVICE static constexpr int position_of_column(int column) { return column; }
   CUTE_HOST_DEVICE static constexpr int fragment_entry(int eight, int next) { return next + 2 * eight; }
   CUTE_HOST_DEVICE static constexpr int eight_of(int entry) { return entry / 2; }
   CUTE_HOST_DEVICE static constexpr int next_of(int entry) { return entry % 2; }
-
-  // Where a value of a lane's group is, in the lane's words: in the order of the registers with 16 and 8 bits. With 4 a
-  // word has an atom's 8 values, the first ones of its four groups in the lower half: nibbles i and i + 4, under one
-  // mask, are the halves of register i.
-  template <class Codec>
-  CUTE_HOST_DEVICE static constexpr int value_row(int group) {
-    return group / word_groups<Codec>();
-  }
-  template <class Codec>
-  CUTE_HOST_DEVICE static constexpr int first_bit(int group, int index) {
-    constexpr int kGroups = word_groups<Codec>();
-    int place = kGroups == 4 ? group % kGroups + kGroups * index : group % kGroups * kKept + index;
-    return place * Codec::kValueBits;
-  }
 
   // The atom's K-blocks of A, 32 columns each.
   CUTE_HOST_DEVICE static constexpr int atoms_along_k(Role role, int head_dim) {
@@ -98,6 +68,42 @@ struct TwoOfFourTile {
     CUTE_STATIC_ASSERT_V(size<0>(layout) == Int<kLanes>{});
     CUTE_STATIC_ASSERT_V(size<1>(layout) == Int<kGroup * lane_groups(HeadDim)>{});
     return layout;
+  }
+};
+
+// The tile format of exactly two of four.
+//
+//   block of a tile = rows of metadata, then a row of the tokens' scales if the codec has scales, then value rows.
+//
+// Both candidates of every group are stored; if fewer are nonzero, with zeros. So all tiles have the same size, every
+// value has a place of its own, and there is nothing to look up.
+struct TwoOfFourTile : TwoOfFourGroups {
+  static constexpr TileFormatId kId = TileFormatId::kTwoOfFour;
+  static constexpr char const* kName = "two_of_four";
+
+  // As in BitmapTile.
+  CUTE_HOST_DEVICE static constexpr int scale_row(int head_dim) { return metadata_rows(head_dim); }
+  template <class Codec>
+  CUTE_HOST_DEVICE static constexpr int first_value_row(int head_dim) {
+    return metadata_rows(head_dim) + Codec::kScaleRows;
+  }
+  template <class Codec>
+  CUTE_HOST_DEVICE static constexpr int tile_rows(int head_dim) {
+    return first_value_row<Codec>(head_dim) + lane_groups(head_dim) * kKept * Codec::kValueBits / 32;
+  }
+
+  // Where a value of a lane's group is, in the lane's words: in the order of the registers with 16 and 8 bits. With 4 a
+  // word has an atom's 8 values, the first ones of its four groups in the lower half: nibbles i and i + 4, under one
+  // mask, are the halves of register i.
+  template <class Codec>
+  CUTE_HOST_DEVICE static constexpr int value_row(int group) {
+    return group / word_groups<Codec>();
+  }
+  template <class Codec>
+  CUTE_HOST_DEVICE static constexpr int first_bit(int group, int index) {
+    constexpr int kGroups = word_groups<Codec>();
+    int place = kGroups == 4 ? group % kGroups + kGroups * index : group % kGroups * kKept + index;
+    return place * Codec::kValueBits;
   }
 
  private:

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_kernels._runtime.extension import _C, CODEC_CODES, DTYPE_CODES, SCALED_CODECS
+from cute_kernels._runtime.extension import _C, CODEC_CODES, DTYPE_CODES, SCALED_CODECS, TILE_FORMATS
 from cute_kernels._runtime.launching import Kernels, address
+from cute_kernels._storage.storage import BITMAP
 from cute_kernels._storage.tile_reader import tiles_per_head
 from cute_kernels._storage.validation import MAX_ROWS, check_size
 
@@ -27,9 +28,10 @@ def rows_of_tile(padded_head_dim: int, kept: int, codec: str) -> int:
     return rows_before_values(padded_head_dim, codec) + _C.format.value_rows(longest, CODEC_CODES[codec])
 
 
-def rows_before_values(padded_head_dim: int, codec: str) -> int:
-    """Rows of a tile's bitmap and scales: those of a tile without a nonzero."""
-    return _C.format.bitmap_rows(padded_head_dim) + _C.format.scale_rows(CODEC_CODES[codec])
+def rows_before_values(padded_head_dim: int, codec: str, tile_format: str = BITMAP) -> int:
+    """Rows of a tile's metadata, bitmap and scales: under a bitmap those of a tile without a nonzero."""
+    before = _C.format.scale_row(padded_head_dim, TILE_FORMATS[tile_format])
+    return before + _C.format.scale_rows(CODEC_CODES[codec])
 
 
 def likely_rows_of_tile(padded_head_dim: int, kept: int, codec: str) -> int:
@@ -178,6 +180,7 @@ def offsets(
     row_offsets: Tensor,
     totals: Tensor,
     stream: int,
+    tile_format: str = BITMAP,
 ) -> None:
     """Where tiles begin, and TOTALS but the last, from the longest value stream of every tile."""
     if kernels.device.type == "cuda":
@@ -193,9 +196,9 @@ def offsets(
             stream,
         )
         return
-    code, padded = CODEC_CODES[codec], counts.shape[1]
-    rows_of = torch.tensor([_C.format.value_rows(n, code) for n in range(padded + 1)], device="cpu")
-    rows = rows_of[longest.long()] + rows_before_values(padded, codec)
+    code, padded, form = CODEC_CODES[codec], counts.shape[1], TILE_FORMATS[tile_format]
+    rows_of = torch.tensor([_C.format.value_rows(n, code, form) for n in range(padded + 1)], device="cpu")
+    rows = rows_of[longest.long()] + rows_before_values(padded, codec, tile_format)
     ends = rows.cumsum(dim=0)
     row_offsets[0] = 0
     row_offsets[1:] = ends  # may wrap around: callers refuse such totals

@@ -12,7 +12,7 @@ from cute_kernels._runtime.extension import _C, CODEC_CODES, DTYPE_CODES, ROLE_C
 from cute_kernels._runtime.launching import address
 
 TENSORS = ("blocks", "row_offsets", "token_order", "channel_order", "channel_scale")  # the last: codecs with scales
-BITMAP, TWO_OF_FOUR = "bitmap", "two_of_four"  # tile formats
+BITMAP, TWO_OF_FOUR, TWO_OF_FOUR_BITMAP = "bitmap", "two_of_four", "two_of_four_bitmap"  # tile formats
 
 
 def refusal(name: str, values: int, codec: str) -> str:

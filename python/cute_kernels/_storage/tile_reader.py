@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from cute_kernels._runtime.extension import _C, CODEC_CODES, ROLE_CODES, SCALED_CODECS
-from cute_kernels._storage.storage import TWO_OF_FOUR, Storage
+from cute_kernels._runtime.extension import _C, CODEC_CODES, ROLE_CODES, SCALED_CODECS, TILE_FORMATS
+from cute_kernels._storage.storage import TWO_OF_FOUR, TWO_OF_FOUR_BITMAP, Storage
 
 _CHUNK_ELEMENTS = 1 << 22  # bounds the memory of a chunk's temporaries, some 100 bytes an element
 _HALF_BITS = 16  # of a word: what each of its streams has with a codec of 16 bits
@@ -67,6 +67,7 @@ class ValueLayout:
     """
 
     bits: int  # of a value
+    streams: int  # of a lane
     numbers: Tensor | None  # [code] -> float32; None: a codec without scales
     codes: Tensor | None  # [code] -> whether it may be stored
     scale_index: Tensor | None  # token position -> entry of a tile's scales
@@ -84,34 +85,36 @@ class ValueLayout:
         """How many values a stream may have in so many rows."""
         if self.bits == _HALF_BITS:
             return value_rows
-        return value_rows.div(_C.format.VALUE_STREAMS, rounding_mode="floor") * self.word_values
+        return value_rows.div(self.streams, rounding_mode="floor") * self.word_values
 
     def place(self, stream: Tensor, rank: Tensor) -> tuple[Tensor, Tensor]:
         """The value row, counted from the first, and the first bit of the value of a rank in its stream."""
         if self.bits == _HALF_BITS:
             return rank, _HALF_BITS * stream
         word = rank.div(self.word_values, rounding_mode="floor")
-        return word * _C.format.VALUE_STREAMS + stream, self.bits * rank.remainder(self.word_values)
+        return word * self.streams + stream, self.bits * rank.remainder(self.word_values)
 
     def of_row(self, value_row: Tensor) -> tuple[Tensor, Tensor]:
         """(rows,) -> streams and ranks of the values in these rows, (rows, V) each, from the lowest bits up."""
         if self.bits == _HALF_BITS:
-            stream = torch.arange(_C.format.VALUE_STREAMS, device=value_row.device).expand(len(value_row), -1)
+            stream = torch.arange(self.streams, device=value_row.device).expand(len(value_row), -1)
             return stream, value_row[:, None].expand_as(stream)
         place = torch.arange(self.word_values, device=value_row.device)
-        rank = value_row[:, None].div(_C.format.VALUE_STREAMS, rounding_mode="floor") * self.word_values + place
-        return value_row[:, None].remainder(_C.format.VALUE_STREAMS).expand_as(rank), rank
+        rank = value_row[:, None].div(self.streams, rounding_mode="floor") * self.word_values + place
+        return value_row[:, None].remainder(self.streams).expand_as(rank), rank
 
 
 @lru_cache(maxsize=64)
 @_disable_current_modes()
-def value_layout(codec: str, device: torch.device) -> ValueLayout:
+def value_layout(codec: str, tile_format: str, device: torch.device) -> ValueLayout:
     code = CODEC_CODES[codec]
+    streams = _C.format.value_streams(code, TILE_FORMATS[tile_format])
     if codec not in SCALED_CODECS:
-        return ValueLayout(_C.format.value_bits(code), None, None, None)
+        return ValueLayout(_C.format.value_bits(code), streams, None, None, None)
     index = [_C.format.scale_index(p) for p in range(_C.format.TILE_TOKENS)]
     return ValueLayout(
         _C.format.value_bits(code),
+        streams,
         torch.tensor(_C.format.number_table(code), dtype=torch.float32, device=device),
         torch.tensor(_C.format.codes(code), dtype=torch.bool, device=device),
         torch.tensor(index, device=device),
@@ -123,7 +126,7 @@ def layout_of(storage: Storage) -> TileLayout:
 
 
 def values_of(storage: Storage) -> ValueLayout:
-    return value_layout(storage.codec, storage.device)
+    return value_layout(storage.codec, storage.tile_format, storage.device)
 
 
 def chunks(storage: Storage) -> Iterator[tuple[int, int]]:
@@ -147,6 +150,8 @@ def element_bits(storage: Storage, first: int, last: int) -> Tensor:
 
 def count_nonzeros(storage: Storage) -> int:
     """Bits of all bitmaps, or stored values that are not zero. Waits for the device."""
+    if storage.tile_format == TWO_OF_FOUR_BITMAP:
+        return sum(int(slot_bits(storage, *chunk).sum()) for chunk in chunks(storage))
     if storage.tile_format == TWO_OF_FOUR:
         return sum(int(is_nonzero(storage, stored_pairs(storage, *chunk)[0]).sum()) for chunk in chunks(storage))
     return sum(int(element_bits(storage, *chunk).sum()) for chunk in chunks(storage))
@@ -175,12 +180,34 @@ def element_codes(storage: Storage, first: int, last: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class PairLayout:
-    """G groups of all lanes, of tiles of one role, padded head dim and codec. Words are counted in a block."""
+class GroupLayout:
+    """G groups of all lanes, lane by lane, of tiles of one role and padded head dim. Words are counted in a block."""
 
     position: Tensor  # (G, 4) token_position * padded head dim + channel_position
     metadata_word: Tensor  # (G,)
     metadata_bit: Tensor  # (G,)
+
+    def chosen(self, metadata: Tensor) -> Tensor:
+        """(tiles, G) of two bits each -> (tiles, G, 2): positions of a group's two."""
+        kept = torch.stack([metadata & 3, metadata >> 2], dim=-1)
+        return self.position.expand(len(metadata), -1, -1).gather(2, kept)
+
+
+@lru_cache(maxsize=64)
+@_disable_current_modes()
+def group_layout(role: str, padded_head_dim: int, device: torch.device) -> GroupLayout:
+    table = torch.tensor(_C.format.two_of_four_groups(ROLE_CODES[role], padded_head_dim), device="cpu")
+    return GroupLayout(table[:, :4].to(device), table[:, 4].to(device), table[:, 5].to(device))
+
+
+def groups_of(storage: Storage) -> GroupLayout:
+    return group_layout(storage.role, storage.padded_head_dim, storage.device)
+
+
+@dataclass(frozen=True)
+class PairLayout:
+    """The values of these groups in a codec."""
+
     value_word: Tensor  # (G, 2)
     value_bit: Tensor  # (G, 2)
     rows: int  # of a block
@@ -190,16 +217,12 @@ class PairLayout:
 @_disable_current_modes()
 def pair_layout(role: str, padded_head_dim: int, codec: str, device: torch.device) -> PairLayout:
     lanes, code = _C.format.LANES, CODEC_CODES[codec]
-    table = torch.tensor(_C.format.two_of_four_groups(ROLE_CODES[role], padded_head_dim), device="cpu")
-    of_lane = len(table) // lanes
+    of_lane = len(group_layout(role, padded_head_dim, device).position) // lanes
     places = [[_C.format.two_of_four_place(group, i, code) for i in range(2)] for group in range(of_lane)]
     row, bit = torch.tensor(places, device="cpu").repeat(lanes, 1, 1).unbind(-1)
-    first = _C.format.bitmap_rows(padded_head_dim) + _C.format.scale_rows(code)
+    first = _C.format.scale_row(padded_head_dim, TILE_FORMATS[TWO_OF_FOUR]) + _C.format.scale_rows(code)
     lane = torch.arange(lanes, device="cpu").repeat_interleave(of_lane)
     return PairLayout(
-        position=table[:, :4].to(device),
-        metadata_word=table[:, 4].to(device),
-        metadata_bit=table[:, 5].to(device),
         value_word=((first + row) * lanes + lane[:, None]).to(device),
         value_bit=bit.to(device),
         rows=_C.format.two_of_four_rows(padded_head_dim, code),
@@ -218,15 +241,13 @@ def pair_blocks(storage: Storage, first: int, last: int) -> Tensor:
 
 def pair_metadata(storage: Storage, first: int, last: int) -> Tensor:
     """(tiles, G): which two of a group's four, two bits each."""
-    layout = pairs_of(storage)
+    layout = groups_of(storage)
     return pair_blocks(storage, first, last)[:, layout.metadata_word] >> layout.metadata_bit & 15
 
 
 def stored_pairs(storage: Storage, first: int, last: int) -> tuple[Tensor, Tensor]:
     """(tiles, 2 G) int64 each: the stored bits of all values, and their positions."""
-    layout, metadata = pairs_of(storage), pair_metadata(storage, first, last)
-    kept = torch.stack([metadata & 3, metadata >> 2], dim=-1)  # (tiles, G, 2)
-    position = layout.position.expand(last - first, -1, -1).gather(2, kept)
+    layout, position = pairs_of(storage), groups_of(storage).chosen(pair_metadata(storage, first, last))
     words = pair_blocks(storage, first, last)[:, layout.value_word]
     codes = words >> layout.value_bit & values_of(storage).mask
     return codes.flatten(1), position.flatten(1)
@@ -237,12 +258,84 @@ def is_nonzero(storage: Storage, codes: Tensor) -> Tensor:
     return codes & values.mask >> 1 != 0 if values.numbers is None else values.numbers[codes] != 0
 
 
-# ---- Both tile formats -----------------------------------------------------------------------------------------------
+# ---- At most two of four ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SlotLayout:
+    """S slots a lane, register by register, of tiles of one padded head dim and codec. Words are counted in a block."""
+
+    stream: Tensor  # (S,)
+    word: Tensor  # (L, S)
+    bit: Tensor  # (S,)
+    first_value_row: int
+
+
+@lru_cache(maxsize=64)
+@_disable_current_modes()
+def slot_layout(padded_head_dim: int, codec: str, device: torch.device) -> SlotLayout:
+    lanes, code = _C.format.LANES, CODEC_CODES[codec]
+    groups = _C.format.TILE_TOKENS * padded_head_dim // lanes // 4
+    places = [_C.format.slot_place(group, i, code) for group in range(groups) for i in range(2)]
+    stream, row, bit = torch.tensor(places, device="cpu").unbind(-1)
+    before = _C.format.scale_row(padded_head_dim, TILE_FORMATS[TWO_OF_FOUR_BITMAP])
+    metadata_rows = before - (int(row.max()) + 1)
+    word = (metadata_rows + row) * lanes + torch.arange(lanes, device="cpu")[:, None]
+    return SlotLayout(stream.to(device), word.to(device), bit.to(device), before + _C.format.scale_rows(code))
+
+
+def slots_of(storage: Storage) -> SlotLayout:
+    return slot_layout(storage.padded_head_dim, storage.codec, storage.device)
+
+
+def _words_of_tiles(storage: Storage, first: int, last: int, word: Tensor) -> Tensor:
+    """(tiles, ...) int64: the words with these numbers in every block."""
+    begin = storage.row_offsets[first:last].long() * _C.format.LANES
+    return storage.blocks.view(-1)[begin.view(-1, *(1 for _ in word.shape)) + word].long()
+
+
+def slot_metadata(storage: Storage, first: int, last: int) -> Tensor:
+    """(tiles, G): which two of a group's four are its slots, two bits each."""
+    layout = groups_of(storage)
+    return _words_of_tiles(storage, first, last, layout.metadata_word) >> layout.metadata_bit & 15
+
+
+def slot_positions(storage: Storage, first: int, last: int) -> Tensor:
+    """(tiles, L, S): token_position * padded head dim + channel_position."""
+    return groups_of(storage).chosen(slot_metadata(storage, first, last)).view(last - first, _C.format.LANES, -1)
+
+
+def slot_bits(storage: Storage, first: int, last: int) -> Tensor:
+    """(tiles, L, S) bool: which slots are stored."""
+    layout = slots_of(storage)
+    return (_words_of_tiles(storage, first, last, layout.word) >> layout.bit & 1).bool()
+
+
+def slot_codes(storage: Storage, first: int, last: int, bits: Tensor) -> Tensor:
+    """(tiles, L, S) int64: the stored bits of every slot, zero where nothing is stored. bits: as `slot_bits`."""
+    layout, values = slots_of(storage), values_of(storage)
+    rank = torch.zeros(bits.shape, dtype=torch.int64, device=storage.device)
+    for stream in range(values.streams):
+        of_stream = layout.stream == stream
+        rank += torch.where(of_stream, (bits & of_stream).cumsum(dim=2) - 1, 0)
+    row, shift = values.place(layout.stream, rank.clamp(min=0))
+    row += storage.row_offsets[first:last].long()[:, None, None] + layout.first_value_row
+    lane = torch.arange(_C.format.LANES, device=storage.device)[:, None]
+    stored = (storage.blocks[row.clamp(max=len(storage.blocks) - 1), lane].long() >> shift) & values.mask
+    return torch.where(bits, stored, 0)
+
+
+# ---- All tile formats ------------------------------------------------------------------------------------------------
+
+
+def scale_row(storage: Storage) -> int:
+    """Rows of a block before its scales and values: metadata, bitmap."""
+    return _C.format.scale_row(storage.padded_head_dim, TILE_FORMATS[storage.tile_format])
 
 
 def token_scales(storage: Storage, first: int, last: int) -> Tensor:
     """(tiles, 64) float32, by token position: of a codec with scales."""
-    row = storage.row_offsets[first:last].long() + layout_of(storage).bitmap_rows
+    row = storage.row_offsets[first:last].long() + scale_row(storage)
     return storage.blocks[row].view(torch.bfloat16)[:, values_of(storage).scale_index].float()
 
 
@@ -271,10 +364,14 @@ def _of_heads(storage: Storage, by_head: Tensor | None, first: int, last: int) -
 def _stored(storage: Storage, first: int, last: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What the tiles [first, last) may store, (tiles, N) each: stored bits, whether there is a value, positions of its
     token and of its channel."""
+    padded = storage.padded_head_dim
     if storage.tile_format == TWO_OF_FOUR:
         codes, position = stored_pairs(storage, first, last)
-        padded = storage.padded_head_dim
         return codes, torch.ones_like(codes, dtype=torch.bool), position // padded, position % padded
+    if storage.tile_format == TWO_OF_FOUR_BITMAP:
+        bits, position = slot_bits(storage, first, last), slot_positions(storage, first, last).flatten(1)
+        codes = slot_codes(storage, first, last, bits)
+        return codes.flatten(1), bits.flatten(1), position // padded, position % padded
     layout, tiles = layout_of(storage), last - first
     codes, bits = element_codes(storage, first, last), element_bits(storage, first, last)
     token, channel = (of.flatten().expand(tiles, -1) for of in (layout.token, layout.channel))

@@ -129,12 +129,18 @@ def compress_cache(cache: Cache, promised: bool, token_order: Tensor | None = No
     if promised or cache.codec in SCALED_CODECS:  # waits for the device
         refused, lost = totals.tolist()
         check_refused(cache, refused)
-        if promised and lost:
-            raise ValueError(
-                f"{name_of(cache)} must have at most two nonzeros in every four neighbouring "
-                f"{'channels' if cache.role == 'key' else 'tokens'} for tile_format 'two_of_four', got {lost} more"
-            )
+        if promised:
+            check_pattern(cache, lost)
     return storage
+
+
+def check_pattern(cache: Cache, beyond: int) -> None:
+    """beyond: nonzeros beyond two of every four."""
+    if beyond:
+        raise ValueError(
+            f"{name_of(cache)} must have at most two nonzeros in every four neighbouring "
+            f"{'channels' if cache.role == 'key' else 'tokens'} for tile_format {cache.tile_format!r}, got {beyond} more"
+        )
 
 
 def _pack(

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cute_kernels._runtime.extension import _C, CODEC_CODES
+from cute_kernels._runtime.extension import _C, CODEC_CODES, TILE_FORMATS
 from cute_kernels._storage import tile_reader
-from cute_kernels._storage.storage import TWO_OF_FOUR, Storage
+from cute_kernels._storage.storage import BITMAP, TWO_OF_FOUR, TWO_OF_FOUR_BITMAP, Storage
 
 MAX_ROWS = 2**31 - 1  # row_offsets are int32
 ALIGNMENT = 64  # bytes: of every tensor's first element; kernels copy 16 bytes at a time
@@ -33,7 +33,7 @@ def check_storage(storage: Storage) -> int:
     _check_permutation(storage.token_order, "token_order")
     _check_permutation(storage.channel_order, "channel_order")
     _check_channel_scale(storage)
-    check = _check_pairs if storage.tile_format == TWO_OF_FOUR else _check_chunk
+    check = {BITMAP: _check_chunk, TWO_OF_FOUR: _check_pairs, TWO_OF_FOUR_BITMAP: _check_slots}[storage.tile_format]
     return sum(check(storage, first, last) for first, last in tile_reader.chunks(storage))
 
 
@@ -87,10 +87,10 @@ def check_tensors(storage: Storage) -> None:
 def _check_row_offsets(storage: Storage) -> None:
     padded = storage.padded_head_dim
     code = CODEC_CODES[storage.codec]
-    shortest = _C.format.bitmap_rows(padded) + _C.format.scale_rows(code)
-    longest = _C.format.max_tile_rows(padded, code)
+    shortest = tile_reader.scale_row(storage) + _C.format.scale_rows(code)
+    longest = _C.format.max_tile_rows(padded, code, TILE_FORMATS[storage.tile_format])
     if storage.tile_format == TWO_OF_FOUR:
-        shortest = longest = _C.format.two_of_four_rows(padded, code)
+        shortest = longest
     offsets = storage.row_offsets.long()
     rows = offsets.diff()
     if int(offsets[0]) != 0:
@@ -138,11 +138,14 @@ def _check_token_scales(storage: Storage, first: int, last: int) -> None:
         raise ValueError(f"blocks: the scale of a token must be from {1 / most} to {most}")
 
 
-def _check_pairs(storage: Storage, first: int, last: int) -> int:
-    """Checks metadata and values of tiles in the format of two of four; returns their number of nonzeros."""
-    metadata = tile_reader.pair_metadata(storage, first, last)
+def _check_metadata(metadata: Tensor) -> None:
     if bool((metadata & 3 >= metadata >> 2).any()):
         raise ValueError("blocks: metadata must name two of four in order")
+
+
+def _check_pairs(storage: Storage, first: int, last: int) -> int:
+    """Checks metadata and values of tiles in the format of two of four; returns their number of nonzeros."""
+    _check_metadata(tile_reader.pair_metadata(storage, first, last))
     codes, position = tile_reader.stored_pairs(storage, first, last)
     values, nonzero = tile_reader.values_of(storage), tile_reader.is_nonzero(storage, codes)
     if values.codes is None:
@@ -162,22 +165,43 @@ def _check_pairs(storage: Storage, first: int, last: int) -> int:
 
 def _check_chunk(storage: Storage, first: int, last: int) -> int:
     """Checks bitmaps and values of the tiles [first, last); returns their number of nonzeros."""
-    layout, codec = tile_reader.layout_of(storage), tile_reader.values_of(storage)
+    layout = tile_reader.layout_of(storage)
+    bits = tile_reader.element_bits(storage, first, last)  # (tiles, E, L)
+    no_token, no_channel = _outside(storage, first, last)
+    outside = no_token[:, layout.token] | no_channel[:, layout.channel]
+    counts = tile_reader.by_stream(bits).sum(dim=1)  # (tiles, streams, L)
+    return _check_streams(storage, first, last, counts, bool((bits & outside).any()))
+
+
+def _check_slots(storage: Storage, first: int, last: int) -> int:
+    """Checks metadata, bitmaps and values of tiles in the format of at most two of four; returns their number of
+    nonzeros."""
+    _check_metadata(tile_reader.slot_metadata(storage, first, last))
+    bits, streams = tile_reader.slot_bits(storage, first, last), tile_reader.slots_of(storage).stream  # (tiles, L, S)
+    position, padded = tile_reader.slot_positions(storage, first, last).flatten(1), storage.padded_head_dim
+    no_token, no_channel = _outside(storage, first, last)
+    outside = no_token.gather(1, position // padded) | no_channel.gather(1, position % padded)
+    counts = [bits[:, :, streams == stream].sum(dim=2) for stream in range(tile_reader.values_of(storage).streams)]
+    return _check_streams(
+        storage, first, last, torch.stack(counts, dim=1), bool((bits.flatten(1) & outside).any())
+    )
+
+
+def _check_streams(storage: Storage, first: int, last: int, counts: Tensor, has_bit_outside: bool) -> int:
+    """Checks the values of tiles whose streams have `counts` values, (tiles, streams, L); returns how many these are."""
+    codec = tile_reader.values_of(storage)
     begin = storage.row_offsets[first:last].long()
     end = storage.row_offsets[first + 1 : last + 1].long()
-    bits = tile_reader.element_bits(storage, first, last)  # (tiles, E, L)
-    counts = tile_reader.by_stream(bits).sum(dim=1)  # (tiles, streams, L)
-    value_rows = end - begin - layout.first_value_row
+    first_value_row = tile_reader.scale_row(storage) + _C.format.scale_rows(CODEC_CODES[storage.codec])
+    value_rows = end - begin - first_value_row
     if bool((counts > codec.capacity(value_rows)[:, None, None]).any()):
         raise ValueError("blocks: a bitmap has more bits than its tile holds values")
-
-    no_token, no_channel = _outside(storage, first, last)
-    if bool((bits & (no_token[:, layout.token] | no_channel[:, layout.channel])).any()):
+    if has_bit_outside:
         raise ValueError("blocks: a bitmap has a bit for a token or channel that the cache does not have")
 
     row = torch.arange(int(begin[0]), int(end[-1]), device=storage.device)
     tile_of_row = torch.repeat_interleave(torch.arange(last - first, device=storage.device), end - begin)
-    value_row = row - begin[tile_of_row] - layout.first_value_row  # counted in its tile; negative: none
+    value_row = row - begin[tile_of_row] - first_value_row  # counted in its tile; negative: none
     is_value = value_row >= 0
     values, stream, rank = tile_reader.row_values(storage, row[is_value], value_row[is_value])
     used = rank[..., None] < counts[tile_of_row[is_value][:, None], stream]
