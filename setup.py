@@ -107,10 +107,11 @@ def head_dims(root: Path) -> list[int]:
     return [int(d) for d in re.findall(r"^CUTE_KERNELS_FOR_HEAD_DIM\((\d+)\)", text, re.MULTILINE)]
 
 
-def codecs(root: Path) -> list[str]:
-    """Codecs that share an object file, see cute_kernels/mma/codecs.def."""
+def codecs(root: Path, source: Path) -> list[str]:
+    """Codecs that share an object file of a source, see cute_kernels/mma/codecs.def."""
     text = (root / LIBRARY / "mma" / "codecs.def").read_text(encoding="utf-8")
-    return re.findall(r"^CUTE_KERNELS_FOR_CODECS\((\w+)\)", text, re.MULTILINE)
+    of_attention = "(?:_ATTENTION)?" if source.parent.name == "attention" else ""
+    return re.findall(rf"^CUTE_KERNELS_FOR{of_attention}_CODECS\((\w+)\)", text, re.MULTILINE)
 
 
 def compilations(root: Path, source: Path) -> list[tuple[str, list[str]]]:
@@ -123,7 +124,7 @@ def compilations(root: Path, source: Path) -> list[tuple[str, list[str]]]:
             (f"{name}.d{d}", [*flags, f"-D{HEAD_DIM_MACRO}={d}"]) for name, flags in found for d in head_dims(root)
         ]
     if CODECS_MACRO in text:
-        found = [(f"{name}.{c}", [*flags, f"-D{CODECS_MACRO}={c}"]) for name, flags in found for c in codecs(root)]
+        found = [(f"{name}.{c}", [*flags, f"-D{CODECS_MACRO}={c}"]) for name, flags in found for c in codecs(root, source)]
     return [(f"{name}.o", flags) for name, flags in found]
 
 

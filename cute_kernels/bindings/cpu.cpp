@@ -53,9 +53,9 @@ void select(uintptr_t x, Strides const& strides, int batch, int kv_heads, int64_
 }
 
 int64_t select_two_of_four(uintptr_t x, Strides const& strides, int batch, int kv_heads, int64_t tokens, int head_dim,
-                           int dtype, int role, uintptr_t channel_order, uintptr_t masks, int threads) {
+                           int dtype, int role, uintptr_t channel_order, int keep, uintptr_t masks, int threads) {
   return cpu::select_two_of_four(dense_view(x, strides, batch, kv_heads, tokens, head_dim, static_cast<DType>(dtype)),
-                                 static_cast<format::Role>(role), to_pointer<uint8_t>(channel_order),
+                                 static_cast<format::Role>(role), to_pointer<uint8_t>(channel_order), keep,
                                  to_pointer<uint32_t>(masks), threads);
 }
 
@@ -81,9 +81,9 @@ void balance(uintptr_t masks, uintptr_t channel_order, uintptr_t masks2, uintptr
                threads);
 }
 
-void longest_slots(uintptr_t masks, int role, int codec, uintptr_t channel_order, uintptr_t token_order, int64_t heads,
+int64_t longest_slots(uintptr_t masks, int role, int codec, uintptr_t channel_order, uintptr_t token_order, int64_t heads,
                    int64_t tokens, int head_dim, uintptr_t longest, int threads) {
-  cpu::longest_slots(to_pointer<uint32_t>(masks), static_cast<format::Role>(role), static_cast<format::CodecId>(codec),
+  return cpu::longest_slots(to_pointer<uint32_t>(masks), static_cast<format::Role>(role), static_cast<format::CodecId>(codec),
                      to_pointer<uint8_t>(channel_order), to_pointer<uint8_t>(token_order), heads, tokens,
                      format::padded_head_dim(head_dim), to_pointer<int32_t>(longest), threads);
 }
@@ -150,8 +150,9 @@ void bind_cpu(py::module_& m) {
   c.def("select", &select, Unlocked(), "x"_a, "strides"_a, "batch"_a, "kv_heads"_a, "tokens"_a, "head_dim"_a, "dtype"_a,
         "keep"_a, "masks"_a, "counts"_a, "pruned"_a, "threads"_a);
   c.def("select_two_of_four", &select_two_of_four, Unlocked(), "x"_a, "strides"_a, "batch"_a, "kv_heads"_a, "tokens"_a,
-        "head_dim"_a, "dtype"_a, "role"_a, "channel_order"_a, "masks"_a, "threads"_a,
-        "Masks of the two largest of every four neighbours; returns how many nonzeros they leave out");
+        "head_dim"_a, "dtype"_a, "role"_a, "channel_order"_a, "keep"_a, "masks"_a, "threads"_a,
+        "Masks of the two largest of every four neighbours; returns how many nonzeros they leave out. keep: of these the "
+        "largest of a token; 0: all");
   c.def("channel_scales", &channel_scales, Unlocked(), "x"_a, "strides"_a, "batch"_a, "kv_heads"_a, "tokens"_a,
         "head_dim"_a, "dtype"_a, "scales"_a, "threads"_a, "bf16 of a narrow codec, by channel, from the first tokens");
   c.def("token_scales", &token_scales, Unlocked(), "x"_a, "strides"_a, "batch"_a, "kv_heads"_a, "tokens"_a,
@@ -161,7 +162,7 @@ void bind_cpu(py::module_& m) {
         "kv_heads"_a, "tokens"_a, "head_dim"_a, "token_order"_a, "longest"_a, "longest2"_a, "threads"_a);
   c.def("longest_slots", &longest_slots, Unlocked(), "masks"_a, "role"_a, "codec"_a, "channel_order"_a, "token_order"_a,
         "heads"_a, "tokens"_a, "head_dim"_a, "longest"_a, "threads"_a,
-        "The longest stream of each tile in the tile format two_of_four_bitmap");
+        "The longest stream of each tile in the tile format two_of_four_bitmap; returns how many values are stored");
   c.def("pack", &pack, Unlocked(), "x"_a, "strides"_a, "masks"_a, "token_scales"_a, "view"_a, "threads"_a);
   c.def("decompress", &decompress, Unlocked(), "view"_a, "out"_a, "threads"_a);
   c.def("store", &store, Unlocked(), "pool"_a, "k"_a, "k_strides"_a, "v"_a, "v_strides"_a, "batch"_a, "tokens"_a,

@@ -41,8 +41,10 @@ struct DenseOperand {
 void select(DenseView const& x, int keep, uint32_t* masks, int32_t* counts, uint16_t* pruned, int threads);
 
 // masks as `select` writes them, of the two largest of every four neighbours: tokens of values, and channels of keys in
-// the order of channel_order (batch * kv_heads, padded), null for values. Returns how many nonzeros that leaves out.
-int64_t select_two_of_four(DenseView const& x, Role role, uint8_t const* channel_order, uint32_t* masks, int threads);
+// the order of channel_order (batch * kv_heads, padded), null for values. Returns how many nonzeros that leaves out. keep:
+// of these only so many of a token are left, the largest, ties to the lower channel; 0: all.
+int64_t select_two_of_four(DenseView const& x, Role role, uint8_t const* channel_order, int keep, uint32_t* masks,
+                           int threads);
 
 // What `balance` reads of one cache, and the longest stream of each of its tiles that it writes.
 struct BalanceOperand {
@@ -55,8 +57,8 @@ void balance(BalanceOperand const& first, BalanceOperand const& second, int64_t 
              int padded_head_dim, uint8_t* token_order, int threads);
 
 // The longest stream of each tile in the tile format two_of_four_bitmap. masks: as `select` writes them, of what has the
-// pattern; channel_order (heads, padded), token_order (heads, tiles, 64).
-void longest_slots(uint32_t const* masks, Role role, format::CodecId codec, uint8_t const* channel_order,
+// pattern; channel_order (heads, padded), token_order (heads, tiles, 64). Returns how many values are stored.
+int64_t longest_slots(uint32_t const* masks, Role role, format::CodecId codec, uint8_t const* channel_order,
                    uint8_t const* token_order, int64_t heads, int64_t tokens, int padded_head_dim, int32_t* longest,
                    int threads);
 

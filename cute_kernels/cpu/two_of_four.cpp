@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <utility>
 
 #include "cute_kernels/common/numeric.hpp"
 #include "cute_kernels/cpu/element_codec.hpp"
@@ -153,6 +154,17 @@ void visit(SparseView const& view, F&& f) {
   });
 }
 
+// Of the channels in a token's mask the largest remain, ties to the lower channel.
+void keep_largest(uint16_t const* x, int head_dim, uint32_t nan, int keep, uint32_t* mask) {
+  std::pair<uint32_t, int> kept[format::kMaxHeadDim];  // what is larger comes first
+  int count = 0;
+  for (int c = 0; c < head_dim; ++c)
+    if (mask[c / 32] >> c % 32 & 1) kept[count++] = {~magnitude_key(x[c], nan), c};
+  if (count <= keep) return;
+  std::nth_element(kept, kept + keep, kept + count);
+  for (int i = keep; i < count; ++i) mask[kept[i].second / 32] &= ~(1u << kept[i].second % 32);
+}
+
 }  // namespace
 
 std::vector<LaneGroup> const& lane_groups(Role role, int padded_head_dim) {
@@ -217,7 +229,8 @@ void unpack_two_of_four(SparseView const& view, uint32_t const* block, UnpackedT
     }
 }
 
-int64_t select_two_of_four(DenseView const& x, Role role, uint8_t const* channel_order, uint32_t* masks, int threads) {
+int64_t select_two_of_four(DenseView const& x, Role role, uint8_t const* channel_order, int keep, uint32_t* masks,
+                           int threads) {
   int const padded = format::padded_head_dim(x.head_dim), words = padded / 32;
   uint32_t const nan = nan_key(x.dtype);
   bool const is_key = role == Role::kKey;
@@ -257,19 +270,21 @@ int64_t select_two_of_four(DenseView const& x, Role role, uint8_t const* channel
       } else {
         for (int c = 0; c < x.head_dim; ++c) choose([](int i) { return i; }, [&](int) { return c; });
       }
+      for (int t = 0; t < tokens && keep > 0; ++t) keep_largest(rows[t], x.head_dim, nan, keep, bits[t]);
       if (of_task) lost += of_task;
     }
   });
   return lost;
 }
 
-void longest_slots(uint32_t const* masks, Role role, format::CodecId codec, uint8_t const* channel_order,
+int64_t longest_slots(uint32_t const* masks, Role role, format::CodecId codec, uint8_t const* channel_order,
                    uint8_t const* token_order, int64_t heads, int64_t tokens, int padded, int32_t* longest,
-                   int threads) {
+                      int threads) {
   int64_t const tiles = (tokens + format::kTileTokens - 1) / format::kTileTokens;
   int const count = Tile::lane_groups(padded), words = padded / 32;
   bool const one_stream = format::is_narrow(codec);
   static_assert(TwoOfFourBitmapTile::Packed<format::Fp8Codec>::kStreams == 1);
+  std::atomic<int64_t> stored{0};
   parallel(threads, heads * tiles, [&](TaskQueue& queue) {
     for (int64_t tile; (tile = queue.next()) >= 0;) {
       int64_t const head = tile / tiles, first_token = tile % tiles * format::kTileTokens;
@@ -280,7 +295,7 @@ void longest_slots(uint32_t const* masks, Role role, format::CodecId codec, uint
         return first_token + token < tokens && of_tile[token * words + channel / 32] >> channel % 32 & 1;
       };
       LaneGroup const* groups = lane_groups(role, padded).data();
-      int most = 0;
+      int most = 0, of_all = 0;
       for (int lane = 0; lane < kLanes; ++lane) {
         int taken[kStreams] = {};
         for (int group = 0; group < count; ++group, ++groups) {
@@ -289,10 +304,13 @@ void longest_slots(uint32_t const* masks, Role role, format::CodecId codec, uint
           for (int i = 0; i < Tile::kGroup; ++i) taken[s] += is_kept(groups->position[i]);
         }
         most = std::max({most, taken[0], taken[1]});
+        of_all += taken[0] + taken[1];
       }
       longest[tile] = most;
+      stored += of_all;
     }
   });
+  return stored;
 }
 
 }  // namespace cute_kernels::cpu

@@ -3,6 +3,7 @@
 
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
 #include "cute_kernels/dispatch/backend.hpp"
 #include "cute_kernels/format/head_dim.hpp"
@@ -26,10 +27,16 @@ struct Kernels {
   }
 };
 
-// Of the codecs that a storage's is of.
+// Of the codecs that a storage's is of. std::runtime_error where these have no products.
 template <class Params, class F>
 Kernels<Params> kernels_of(format::SparseView const& view, F&& launcher) {
-  return mma::visit_codecs(view, [&](auto codecs) -> Kernels<Params> { return {launcher(codecs)}; });
+  return mma::visit_codecs(view, [&](auto codecs) -> Kernels<Params> {
+    if constexpr (mma::kHaveProducts<decltype(codecs)> || std::is_same_v<Params, attention::Params>)
+      return {launcher(codecs)};
+    else
+      throw std::runtime_error(std::string("there are no CUDA kernels of products for the tile format ") +
+                               format::tile_format_name(view.tile_format));
+  });
 }
 
 template <int kHeadDim>

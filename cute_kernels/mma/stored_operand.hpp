@@ -29,34 +29,42 @@ struct ScaledOperand {
 };
 
 // Codecs whose kernels are in one object file: of the bitmap format those of 16 bits and narrow ones; all codecs of exactly
-// two of four.
+// two of four, and of at most two.
 struct HalfCodecs {};
 struct NarrowCodecs {};
 struct TwoOfFourCodecs {};
+struct TwoOfFourBitmapCodecs {};
 
 template <class Codecs>
 inline constexpr bool kAreTwoOfFour = std::is_same_v<Codecs, TwoOfFourCodecs>;
 template <class Codecs>
+inline constexpr bool kAreTwoOfFourBitmap = std::is_same_v<Codecs, TwoOfFourBitmapCodecs>;
+template <class Codecs>
 inline constexpr bool kHaveFewKernels = !std::is_same_v<Codecs, HalfCodecs>;
+template <class Codecs>
+inline constexpr bool kHaveProducts = !kAreTwoOfFourBitmap<Codecs>;  // kernels of sparse_qk and sparse_av
 
 // f(codecs) with those that a storage's is of.
 template <class F>
 decltype(auto) visit_codecs(format::SparseView const& view, F&& f) {
   if (view.tile_format == format::TileFormatId::kTwoOfFour) return f(TwoOfFourCodecs{});
+  if (view.tile_format == format::TileFormatId::kTwoOfFourBitmap) return f(TwoOfFourBitmapCodecs{});
   return format::is_narrow(view.codec) ? f(NarrowCodecs{}) : f(HalfCodecs{});
 }
 
 // Calls f(operand) with what kernels of CC 8.x and 9.0 are instantiated for: a codec of Codecs.
 template <class Codecs, class F>
 decltype(auto) visit_stored_operand(format::CodecId codec, F&& f) {
-  using format::BitmapTile, format::TwoOfFourTile;
-  if constexpr (kAreTwoOfFour<Codecs>) {
+  using format::BitmapTile;
+  if constexpr (kAreTwoOfFour<Codecs> || kAreTwoOfFourBitmap<Codecs>) {
+    using TileFormat =
+        std::conditional_t<kAreTwoOfFour<Codecs>, format::TwoOfFourTile, format::TwoOfFourBitmapTile>;
     return format::visit_codec(codec, [&](auto of) -> decltype(auto) {
       using Codec = decltype(of);
       if constexpr (Codec::kHasScales)
-        return f(ScaledOperand<TwoOfFourTile, Codec>{});
+        return f(ScaledOperand<TileFormat, Codec>{});
       else
-        return f(StoredOperand<TwoOfFourTile, Codec,
+        return f(StoredOperand<TileFormat, Codec,
                                std::conditional_t<Codec::kId == format::CodecId::kFp16, half_t, bfloat16_t>>{});
     });
   } else if constexpr (!kHaveFewKernels<Codecs>) {

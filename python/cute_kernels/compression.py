@@ -226,13 +226,8 @@ def _tile_format(given: Any, rule: Rule, kept: int, out: Storage | None) -> str:
 
 def _cache(x: Tensor, role: str, rule: Rule, kept: int, codec: str, tile_format: str, out: Storage | None) -> Cache:
     """What the kernels have to compress: x and how much to keep, or x as the rule leaves it."""
-    if tile_format == TWO_OF_FOUR:
+    if tile_format != BITMAP:
         return Cache(x, role, kept, codec, out, tile_format)
-    if tile_format == TWO_OF_FOUR_BITMAP:
-        if isinstance(rule, Magnitude):  # has the pattern already
-            return Cache(x, role, 0, codec, out, tile_format)
-        order = rules.channel_order(x, min(kept, x.shape[3] // 2)) if role == "key" else None
-        return Cache(rule.prune(x, kept, role), role, 0, codec, out, tile_format, order)
     if kept == 0 or isinstance(rule, Magnitude):
         return Cache(x, role, kept, codec, out)
     stored = 0 if out is None else _stored(rule, kept)  # without out, exactly what the rule left is stored
@@ -273,7 +268,7 @@ def _compress_eagerly(caches: list[Cache]) -> list[Storage]:
         if cache.tile_format == TWO_OF_FOUR:
             results.append(two_of_four.compress_cache(cache, cache.kept == 0, shared))
         else:
-            results.append(two_of_four_bitmap.compress_cache(cache, cache.key_order, shared))
+            results.append(two_of_four_bitmap.compress_cache(cache, shared))
     return results
 
 

@@ -29,6 +29,7 @@ _WORDS = (
     "bfloat16",
     "bitmap",
     "two_of_four",
+    "two_of_four_bitmap",
     b"key",
 )
 _JUNK = (None, True, *_NUMBERS, *_WORDS, [], [1], [2, 2, 150, 80], (1,), {}, [[]])

@@ -39,10 +39,13 @@ def _state(case: Case) -> dict[str, Any]:
     dtype = case.choose("dtype", inputs.DTYPES)
     x = inputs.values(case, shape, dtype, finite=True)
     options = {"role": case.choose("role", ["key", "value"]), "codec": codec(case, x)}
-    two_of_four = case.note("two of four", case.often(0.3))
-    options |= {"method": "2of4"} if two_of_four else inputs.amount(case, shape[3])
+    form = case.choose("tile format", ["bitmap", "bitmap", "bitmap", "two_of_four", "two_of_four_bitmap"])
+    if form == "two_of_four_bitmap":
+        options |= {"method": "magnitude-2of4", "keep": case.rng.randint(1, shape[3] // 2), "tile_format": form}
+    else:
+        options |= {"method": "2of4"} if form == "two_of_four" else inputs.amount(case, shape[3])
     state = ck.compress(x.to(case.device), **options).state_dict()
-    old = not two_of_four and state["metadata"]["codec"] not in oracle.NARROW
+    old = form == "bitmap" and state["metadata"]["codec"] not in oracle.NARROW
     if case.often(0.1) and old:  # as version 3 wrote it
         state["metadata"] = {
             **{name: value for name, value in state["metadata"].items() if name not in ("codec", "tile_format")},
@@ -82,6 +85,8 @@ def _operations(case: Case, kv: ck.SparseKV) -> None:
         read = oracle.decode(kv.state_dict()).double()
         case.require(torch.equal(read.nan_to_num(1e9), exact.nan_to_num(1e9)), "the format's own reader")
     dense = dense.cpu()
+    if kv.device.type != "cpu" and kv.tile_format == "two_of_four_bitmap":
+        return  # no products there, and attention takes no other cache in another format beside it
     with case.backend() as name:
         if kv.role == "key":
             q = torch.randn(batch, 2 * kv_heads, 2, head_dim).to(kv.dtype)

@@ -181,7 +181,10 @@ def decode(state: dict) -> torch.Tensor:
     tiles = -(-tokens // TILE)
     if state["metadata"]["tile_format"] == "two_of_four":
         rows = padded // 16 + (width < 16) + padded * width // 32
-        return _decode_pairs(state, blocks.reshape(batch * heads * tiles, rows, 32), width)
+        return _decode_groups(state, list(blocks.reshape(batch * heads * tiles, rows, 32)), width, _every_value(width))
+    if state["metadata"]["tile_format"] == "two_of_four_bitmap":
+        tiles_of = [blocks[begin:end] for begin, end in zip(offsets, offsets[1:])]
+        return _decode_groups(state, tiles_of, width, _values_under_a_bitmap(padded, width))
     positions = [[element_position(role, padded, lane, e) for e in range(2 * padded)] for lane in range(32)]
     dense = np.zeros((batch, heads, tiles * TILE, padded), dtype=np.float64 if narrow else np.uint16)
     for index in range(batch * heads * tiles):
@@ -209,9 +212,44 @@ def decode(state: dict) -> torch.Tensor:
     return _inside(state, dense)
 
 
-def _decode_pairs(state: dict, blocks: np.ndarray, width: int) -> torch.Tensor:
-    """blocks: (tiles, rows, 32) of the tile format of exactly two of four. After PTX's drawings of the operands of
-    mma.sp.m16n8k32: A is 16 x 32, in groups of four columns of which two are stored."""
+def _every_value(width: int):
+    """Of exactly two of four: every value has a place."""
+
+    def code_of(block: np.ndarray, values: int, lane: int, atom: int, register: int, i: int) -> int:
+        number = 8 * atom + 2 * register + i  # of the lane's values, in the order of registers
+        if width == 4:
+            number = 8 * atom + register + 4 * i
+        return int(block[values + number * width // 32, lane]) >> number * width % 32 & ((1 << width) - 1)
+
+    return 0, code_of
+
+
+def _values_under_a_bitmap(padded: int, width: int):
+    """Of at most two of four: a bit a slot; values are of one stream a lane, or of two of 16 bits, register by
+    register."""
+    narrow, per_word = width < 16, 32 // width
+
+    def code_of(block: np.ndarray, values: int, lane: int, atom: int, register: int, i: int) -> int | None:
+        def is_stored(atom: int, register: int, i: int) -> int:
+            element = 8 * atom + register // 2 + 2 * (i + 2 * (register % 2))
+            return int(block[padded // 16 + atom // 4, lane]) >> bitmap_bit(element, narrow) & 1
+
+        if not is_stored(atom, register, i):
+            return None
+        before = [(a, r, j) for a in range(atom + 1) for r in range(4) for j in range(2)]
+        before = [at for at in before if at < (atom, register, i) and (narrow or at[1] // 2 == register // 2)]
+        rank = sum(is_stored(*at) for at in before)
+        if narrow:
+            return int(block[values + rank // per_word, lane]) >> width * (rank % per_word) & ((1 << width) - 1)
+        return int(block[values + rank, lane]) >> 16 * (register // 2) & 0xFFFF
+
+    return padded // 32, code_of
+
+
+def _decode_groups(state: dict, blocks: list[np.ndarray], width: int, values_of) -> torch.Tensor:
+    """blocks: (rows, 32) of every tile of the tile formats of two of four. After PTX's drawings of the operands of
+    mma.sp.m16n8k32: A is 16 x 32, in groups of four columns of which two are candidates."""
+    bitmap_rows, code_of = values_of
     batch, heads, tokens, _ = state["metadata"]["shape"]
     role, codec = state["metadata"]["role"], state["metadata"]["codec"]
     token_order, channel_order = state["token_order"].cpu().numpy(), state["channel_order"].cpu().numpy()
@@ -221,8 +259,8 @@ def _decode_pairs(state: dict, blocks: np.ndarray, width: int) -> torch.Tensor:
     dense = np.zeros((batch, heads, tiles * TILE, padded), dtype=np.float64 if narrow else np.uint16)
     for index, block in enumerate(blocks):
         b, h, tile = index // tiles // heads, index // tiles % heads, index % tiles
-        scales = np.ascontiguousarray(block[padded // 16 :][:narrow]).view(np.uint16).ravel()
-        values = block[padded // 16 + narrow :]
+        before = padded // 16 + bitmap_rows
+        scales = np.ascontiguousarray(block[before:][:narrow]).view(np.uint16).ravel()
         for row in range(rows):
             for group in range(columns // 4):
                 atom, column = row // 16 * (columns // 32) + group // 8, group % 8  # column of groups in the atom
@@ -230,11 +268,9 @@ def _decode_pairs(state: dict, blocks: np.ndarray, width: int) -> torch.Tensor:
                 kept = int(word) >> 4 * (column % 4 + 4 * (row % 16 // 8)) & 15
                 register = row % 16 // 8 + 2 * (column // 4)
                 for i, k in enumerate((kept & 3, kept >> 2)):
-                    number = 8 * atom + 2 * register + i  # of the lane's values, in the order of registers
-                    if width == 4:
-                        number = 8 * atom + register + 4 * i
-                    word = int(values[number * width // 32, 4 * (row % 8) + column % 4])
-                    code = word >> number * width % 32 & ((1 << width) - 1)
+                    code = code_of(block, before + narrow, 4 * (row % 8) + column % 4, atom, register, i)
+                    if code is None:
+                        continue
                     token, channel = (row, 4 * group + k) if role == "key" else (4 * group + k, row)
                     value = code
                     if narrow:

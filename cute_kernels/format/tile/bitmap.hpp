@@ -27,6 +27,10 @@ struct BitmapTile {
   // The lane layout of A is the same for f16 and bf16, and for one warp of a 64xNx16 WGMMA with A in registers.
   using MmaAtom = cute::SM80_16x8x16_F32F16F16F32_TN;
 
+  // A codec with the streams that a lane has here: as many as codecs are made for.
+  template <class Codec>
+  using Packed = Codec;
+
   static constexpr int kWordElements = 32;           // elements of a lane that one bitmap word covers
   static constexpr int kStreams = 32 / kStreamBits;  // of a lane
 

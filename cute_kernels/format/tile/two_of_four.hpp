@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cute/atom/mma_atom.hpp>
+#include <type_traits>
 
 #include "cute_kernels/format/tile/sparse_atom.hpp"
 #include "cute_kernels/format/tile/tile.hpp"
@@ -70,6 +71,9 @@ struct TwoOfFourGroups {
     return layout;
   }
 };
+
+template <class TileFormat>
+inline constexpr bool kIsTwoOfFour = std::is_base_of_v<TwoOfFourGroups, TileFormat>;
 
 // The tile format of exactly two of four.
 //

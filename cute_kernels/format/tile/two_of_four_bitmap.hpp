@@ -32,6 +32,7 @@ struct TwoOfFourBitmapTile : TwoOfFourGroups {
 
   using Slots = BitmapTile;
 
+  // As in BitmapTile.
   template <class Codec>
   using Packed = typename SlotCodec<Codec>::type;
 
@@ -40,8 +41,9 @@ struct TwoOfFourBitmapTile : TwoOfFourGroups {
   CUTE_HOST_DEVICE static constexpr int lane_slots(int head_dim) { return Slots::lane_elements(slot_dim(head_dim)); }
   CUTE_HOST_DEVICE static constexpr int bitmap_rows(int head_dim) { return Slots::bitmap_rows(slot_dim(head_dim)); }
 
-  // As in BitmapTile.
-  CUTE_HOST_DEVICE static constexpr int scale_row(int head_dim) { return metadata_rows(head_dim) + bitmap_rows(head_dim); }
+  CUTE_HOST_DEVICE static constexpr int scale_row(int head_dim) {
+    return metadata_rows(head_dim) + bitmap_rows(head_dim);
+  }
   template <class Codec>
   CUTE_HOST_DEVICE static constexpr int first_value_row(int head_dim) {
     return scale_row(head_dim) + Codec::kScaleRows;

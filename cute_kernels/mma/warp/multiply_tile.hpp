@@ -51,6 +51,8 @@ CUTE_DEVICE void multiply_tile_part(uint32_t block, int part, FragmentB const& t
                                     FragmentC& tCrC /* (MMA,MMA_M of the part,MMA_N) */) {
   if constexpr (std::is_same_v<typename Traits::TileFormat, format::TwoOfFourTile>)
     multiply_pairs_part<Traits, kParts>(block, part, tCrB, tCrC);
+  else if constexpr (std::is_same_v<typename Traits::TileFormat, format::TwoOfFourBitmapTile>)
+    multiply_slots_part<Traits, kParts>(block, part, tCrB, tCrC);
   else
     multiply_bitmap_part<Traits, kParts>(block, part, tCrB, tCrC);
 }

@@ -49,9 +49,11 @@ struct WarpShape {
   static constexpr int kMaxWarps = kRegisters <= 128 ? 16 : kRegisters <= 168 ? 12 : 8;
 };
 
-template <Role kRole, class Stored, int kHeadDim, int kN, class TileFormat = typename Stored::TileFormat>
+template <Role kRole, class Stored, int kHeadDim, int kN,
+          bool kIsTwoOfFour = format::kIsTwoOfFour<typename Stored::TileFormat>>
 struct WarpTraits : WarpShape<kRole, Stored, kHeadDim, kN> {
   using Common = WarpShape<kRole, Stored, kHeadDim, kN>;
+  using TileFormat = typename Stored::TileFormat;
 
   // The packed layout is derived from the tile format's atom; every atom used must agree on A.
   static_assert(std::is_same_v<typename MMA_Traits<WarpMmaOp<typename Common::Element>>::ALayout,
@@ -63,15 +65,15 @@ struct WarpTraits : WarpShape<kRole, Stored, kHeadDim, kN> {
   static constexpr int kAtomsAlongK = Common::kK / 16;
 };
 
-// Of exactly two of four: the dense atom is that of the window, of B and of accumulators, which the sparse one shares.
+// Of two of four: the dense atom is that of the window, of B and of accumulators, which the sparse one shares.
 template <Role kRole, class Stored, int kHeadDim, int kN>
-struct WarpTraits<kRole, Stored, kHeadDim, kN, format::TwoOfFourTile> : WarpShape<kRole, Stored, kHeadDim, kN> {
+struct WarpTraits<kRole, Stored, kHeadDim, kN, true> : WarpShape<kRole, Stored, kHeadDim, kN> {
   using Common = WarpShape<kRole, Stored, kHeadDim, kN>;
 
   using SparseTraits = MMA_Traits<format::SparseMma_16x8x32<typename Common::Element>>;
   using DenseTraits = MMA_Traits<WarpMmaOp<typename Common::Element>>;
   static_assert(
-      std::is_same_v<typename SparseTraits::ALayout, typename MMA_Traits<format::TwoOfFourTile::MmaAtom>::ALayout>);
+      std::is_same_v<typename SparseTraits::ALayout, typename MMA_Traits<format::TwoOfFourGroups::MmaAtom>::ALayout>);
   static_assert(std::is_same_v<typename SparseTraits::CLayout, typename DenseTraits::CLayout>);
 };
 

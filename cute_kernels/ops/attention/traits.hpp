@@ -31,7 +31,6 @@ struct Traits {
   static constexpr int kN = kN_;  // query rows
   static constexpr bool kUniform = kUniform_, kSeparateOrders = kSeparateOrders_;
   static_assert(!(kUniform && kSeparateOrders));
-  static constexpr bool kIsTwoOfFour = std::is_same_v<TileFormat, format::TwoOfFourTile>;
   static constexpr int kRowBlocks = kN / 8;
   static constexpr int kTokens = format::kTileTokens;
   static constexpr bool kByWarpgroup = kN > 16;  // products by WGMMA, whose B lies in shared memory

@@ -28,11 +28,11 @@ struct Nonfinite {
   }
 };
 
-// A lane's column of a tile's block of values.
+// A lane's column of a tile's block of values under a bitmap.
 template <class Traits>
 struct ValueColumn {
   using TileFormat = typename Traits::TileFormat;
-  using Codec = typename Traits::Codec;
+  using Codec = typename TileFormat::template Packed<typename Traits::Codec>;
   static_assert(Codec::kValueBits >= 8, "a stream's value is whole bytes");
   using Value = std::conditional_t<Codec::kIsNarrow, uint8_t, uint16_t>;
   static constexpr int kFirstRow = TileFormat::template first_value_row<Codec>(Traits::kHeadDim);
@@ -47,9 +47,10 @@ struct ValueColumn {
   CUTE_DEVICE bool has_nonfinite() const {
     uint32_t column = cast_smem_ptr_to_uint(words), begin = column + kFirstRow * format::kRowBytes;
     Nonfinite<Traits> found;
-    auto last = mma::Decoder<TileFormat, Codec>::template first<Traits::kHeadDim, 2>(column, 2);  // behind both parts
+    auto last =
+        mma::Decoder<TileFormat, typename Traits::Codec>::template first<Traits::kHeadDim, 2>(column, 2);  // behind both
     if constexpr (Codec::kIsNarrow) {
-      int rows = Codec::value_rows(static_cast<int>(max(last.taken[0], last.taken[1])));
+      int rows = Codec::value_rows(static_cast<int>(max(last.taken[0], last.taken[Codec::kStreams - 1])));
 #pragma unroll 4
       for (uint32_t at = begin; at < begin + rows * format::kRowBytes; at += format::kRowBytes)
         found.add(ptx::load_shared_u32(at));
@@ -63,16 +64,33 @@ struct ValueColumn {
 
   // Those of tokens from `tokens` on become zeros.
   CUTE_DEVICE void zero_from(uint8_t const* token_order, int tokens) const {
-    auto layout = TileFormat::template element_layout<Role::kValue, Traits::kHeadDim>();
     int row[2] = {0, 0};
-    CUTE_NO_UNROLL
-    for (int e = 0; e < TileFormat::lane_elements(Traits::kHeadDim); ++e) {
-      int bit = TileFormat::template bitmap_bit<Codec::kBitDistance>(e);
-      if (!(words[TileFormat::bitmap_word(e) * format::kLanes] >> bit & 1)) continue;
-      int stream = TileFormat::stream(e), at = stream ? row[1]++ : row[0]++;
-      if (token_order[layout(threadIdx.x % 32, e) / Traits::kHeadDim] >= tokens)
+    auto visit = [&](int word, int bit, int stream, auto&& token_position) {
+      if (!(words[word * format::kLanes] >> bit & 1)) return;
+      int at = stream ? row[1]++ : row[0]++;
+      if (token_order[token_position()] >= tokens)
         values[Codec::value_row(stream, at) * (format::kRowBytes / static_cast<int>(sizeof(Value))) +
                Codec::first_bit(stream, at) / Codec::kValueBits] = 0;
+    };
+    auto layout = TileFormat::template element_layout<Role::kValue, Traits::kHeadDim>();
+    int lane = threadIdx.x % 32;
+    if constexpr (format::kIsTwoOfFour<TileFormat>) {
+      CUTE_NO_UNROLL
+      for (int slot = 0; slot < TileFormat::lane_slots(Traits::kHeadDim); ++slot) {
+        int group = slot / TileFormat::kKept, index = slot % TileFormat::kKept;
+        visit(TileFormat::metadata_rows(Traits::kHeadDim) + TileFormat::bitmap_word(slot),
+              TileFormat::template bitmap_bit<typename Traits::Codec>(slot),
+              TileFormat::template stream<typename Traits::Codec>(slot), [&] {
+                auto place = TileFormat::metadata_place(Role::kValue, Traits::kHeadDim, lane, group);
+                uint32_t kept = words[place.row * format::kLanes + place.lane - lane] >> place.bit;
+                return layout(lane, TileFormat::kGroup * group) / Traits::kHeadDim + (kept >> (2 * index) & 3);
+              });
+      }
+    } else {
+      CUTE_NO_UNROLL
+      for (int e = 0; e < TileFormat::lane_elements(Traits::kHeadDim); ++e)
+        visit(TileFormat::bitmap_word(e), TileFormat::template bitmap_bit<Codec::kBitDistance>(e),
+              TileFormat::stream(e), [&] { return layout(lane, e) / Traits::kHeadDim; });
     }
   }
 };
@@ -118,7 +136,8 @@ struct PairColumn {
 template <class Traits>
 CUTE_DEVICE void zero_masked_values(Worker<Traits> const& worker, Stage const& stage, int tokens) {
   if constexpr (Traits::kHasNonfinite) {
-    using Column = std::conditional_t<Traits::kIsTwoOfFour, PairColumn<Traits>, ValueColumn<Traits>>;
+    constexpr bool kHasBitmap = !std::is_same_v<typename Traits::TileFormat, format::TwoOfFourTile>;
+    using Column = std::conditional_t<kHasBitmap, ValueColumn<Traits>, PairColumn<Traits>>;
     Column column(stage.block);
     if (worker.part == 0 && __any_sync(~0u, column.has_nonfinite())) column.zero_from(stage.token_order, tokens);
     worker.sync();

@@ -24,7 +24,6 @@ class Cache:
     codec: str
     out: Storage | None
     tile_format: str = BITMAP
-    key_order: Tensor | None = None  # of channels (B, Hkv, D), where the tile format has fours of them; None: of memory
 
     @property
     def tiles(self) -> int:

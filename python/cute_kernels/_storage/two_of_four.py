@@ -13,7 +13,7 @@ from cute_kernels._runtime.extension import _C, CODEC_CODES, DTYPE_CODES, ROLE_C
 from cute_kernels._runtime.launching import Kernels, address, compression_kernels
 from cute_kernels._storage import steps, tile_reader
 from cute_kernels._storage.compressor import Cache, check_refused, name_of
-from cute_kernels._storage.storage import TWO_OF_FOUR, Storage
+from cute_kernels._storage.storage import TWO_OF_FOUR, TWO_OF_FOUR_BITMAP, Storage
 from cute_kernels._storage.validation import MAX_ROWS, check_size
 
 
@@ -65,9 +65,14 @@ def choose_channels(kernels: Kernels, cache: Cache, promised: bool, scale_tokens
     order = torch.arange(cache.padded, dtype=torch.uint8, device=x.device).repeat(batch, kv_heads, 1)
     if not cache.tiles:
         return Channels(order, torch.ones_like(order, dtype=torch.bfloat16) if codec in SCALED_CODECS else None)
+    has_bitmap = cache.tile_format == TWO_OF_FOUR_BITMAP
+    most = min(cache.kept, head_dim // 2) if has_bitmap else head_dim // 2
     if cache.role == "key" and not promised:
-        _, counts, _ = steps.select(kernels, x, head_dim // 2, stream)
+        _, counts, _ = steps.select(kernels, x, most, stream)
         order[..., :head_dim] = dealt_apart(counts.view(order.shape)[..., :head_dim])
+    elif cache.role == "value" and has_bitmap:  # whose classes decide how long streams are
+        _, counts, _ = steps.select(kernels, x, most, stream)
+        steps.deal(kernels, counts, head_dim, order, stream)
     if codec not in SCALED_CODECS:
         return Channels(order, None)
     by_channel = steps.channel_scales(kernels, x[:, :, :scale_tokens], stream)
@@ -159,7 +164,7 @@ def _pack(
     operand = address(x), x.stride()[:3], *x.shape, DTYPE_CODES[x.dtype]
     masks = torch.empty(x.shape[0] * x.shape[1] * x.shape[2] * cache.padded // 32, dtype=torch.int32, device=x.device)
     totals[1] = kernels.module.select_two_of_four(
-        *operand, ROLE_CODES[cache.role], address(order), address(masks), stream
+        *operand, ROLE_CODES[cache.role], address(order), 0, address(masks), stream
     )
     by_token = 0
     if scales is not None:

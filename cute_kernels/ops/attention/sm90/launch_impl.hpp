@@ -9,7 +9,7 @@ namespace cute_kernels::attention::sm90 {
 // Warpgroups multiply bits as they are stored, whose tokens have one order.
 template <int kHeadDim, class Codecs>
 inline constexpr int kMaxRows =
-    mma::kAreTwoOfFour<Codecs>                                          ? 8
+    mma::kAreTwoOfFour<Codecs> || mma::kAreTwoOfFourBitmap<Codecs>      ? 8
     : !mma::kHaveFewKernels<Codecs> && max_warpgroup_rows(kHeadDim) > 0 ? max_warpgroup_rows(kHeadDim)
                                                                         : max_rows(kHeadDim);
 
