@@ -4,6 +4,8 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <utility>
+
 #include "cute_kernels/bindings/bindings.hpp"
 #include "cute_kernels/cpu/kernels.hpp"
 
@@ -81,11 +83,19 @@ void balance(uintptr_t masks, uintptr_t channel_order, uintptr_t masks2, uintptr
                threads);
 }
 
-int64_t longest_slots(uintptr_t masks, int role, int codec, uintptr_t channel_order, uintptr_t token_order, int64_t heads,
-                   int64_t tokens, int head_dim, uintptr_t longest, int threads) {
-  return cpu::longest_slots(to_pointer<uint32_t>(masks), static_cast<format::Role>(role), static_cast<format::CodecId>(codec),
-                     to_pointer<uint8_t>(channel_order), to_pointer<uint8_t>(token_order), heads, tokens,
-                     format::padded_head_dim(head_dim), to_pointer<int32_t>(longest), threads);
+std::pair<int64_t, int64_t> order_slots(uintptr_t key_masks, int key_codec, uintptr_t key_channels,
+                                        uintptr_t key_longest, uintptr_t value_masks, int value_codec,
+                                        uintptr_t value_channels, uintptr_t value_longest, int64_t heads,
+                                        int64_t tokens, int head_dim, uintptr_t token_order, int threads) {
+  auto operand = [](uintptr_t masks, int codec, uintptr_t channels, uintptr_t longest) {
+    return cpu::SlotOperand{to_pointer<uint32_t>(masks), to_pointer<uint8_t>(channels),
+                            static_cast<format::CodecId>(codec), to_pointer<int32_t>(longest)};
+  };
+  cpu::SlotOperand keys = operand(key_masks, key_codec, key_channels, key_longest);
+  cpu::SlotOperand values = operand(value_masks, value_codec, value_channels, value_longest);
+  cpu::order_slots(keys, values, heads, tokens, format::padded_head_dim(head_dim), to_pointer<uint8_t>(token_order),
+                   threads);
+  return {keys.stored, values.stored};
 }
 
 void pack(uintptr_t x, Strides const& strides, uintptr_t masks, uintptr_t token_scales, SparseView const& view,
@@ -160,9 +170,11 @@ void bind_cpu(py::module_& m) {
         "bf16 by token; returns how many of the kept values the codec cannot store");
   c.def("balance", &balance, Unlocked(), "masks"_a, "channel_order"_a, "masks2"_a, "channel_order2"_a, "batch"_a,
         "kv_heads"_a, "tokens"_a, "head_dim"_a, "token_order"_a, "longest"_a, "longest2"_a, "threads"_a);
-  c.def("longest_slots", &longest_slots, Unlocked(), "masks"_a, "role"_a, "codec"_a, "channel_order"_a, "token_order"_a,
-        "heads"_a, "tokens"_a, "head_dim"_a, "longest"_a, "threads"_a,
-        "The longest stream of each tile in the tile format two_of_four_bitmap; returns how many values are stored");
+  c.def("order_slots", &order_slots, Unlocked(), "key_masks"_a, "key_codec"_a, "key_channels"_a, "key_longest"_a,
+        "value_masks"_a, "value_codec"_a, "value_channels"_a, "value_longest"_a, "heads"_a, "tokens"_a, "head_dim"_a,
+        "token_order"_a, "threads"_a,
+        "Token orders and longest streams in the tile format two_of_four_bitmap; returns how many values either cache "
+        "stores");
   c.def("pack", &pack, Unlocked(), "x"_a, "strides"_a, "masks"_a, "token_scales"_a, "view"_a, "threads"_a);
   c.def("decompress", &decompress, Unlocked(), "view"_a, "out"_a, "threads"_a);
   c.def("store", &store, Unlocked(), "pool"_a, "k"_a, "k_strides"_a, "v"_a, "v_strides"_a, "batch"_a, "tokens"_a,

@@ -56,11 +56,17 @@ struct BalanceOperand {
 void balance(BalanceOperand const& first, BalanceOperand const& second, int64_t heads, int64_t tokens,
              int padded_head_dim, uint8_t* token_order, int threads);
 
-// The longest stream of each tile in the tile format two_of_four_bitmap. masks: as `select` writes them, of what has the
-// pattern; channel_order (heads, padded), token_order (heads, tiles, 64). Returns how many values are stored.
-int64_t longest_slots(uint32_t const* masks, Role role, format::CodecId codec, uint8_t const* channel_order,
-                   uint8_t const* token_order, int64_t heads, int64_t tokens, int padded_head_dim, int32_t* longest,
-                   int threads);
+// As `balance`, of the tile format two_of_four_bitmap: the order of a tile's tokens, see format/group_order.hpp. masks: of
+// what has the pattern, null for a cache that there is not.
+struct SlotOperand {
+  uint32_t const* masks;
+  uint8_t const* channel_order;
+  format::CodecId codec;
+  int32_t* longest;     // (heads * tiles)
+  int64_t stored = 0;   // written: values
+};
+void order_slots(SlotOperand& keys, SlotOperand& values, int64_t heads, int64_t tokens, int padded_head_dim,
+                 uint8_t* token_order, int threads);
 
 // The scales of a narrow codec, see format/codec/scales.hpp. `channel_scales` (batch * kv_heads, padded), by channel: one
 // without a nonzero takes the largest of its head, 1 if there is none. `token_scales` (batch * kv_heads, tiles * 64), by

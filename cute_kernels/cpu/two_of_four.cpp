@@ -9,6 +9,7 @@
 #include "cute_kernels/cpu/element_codec.hpp"
 #include "cute_kernels/cpu/layout.hpp"
 #include "cute_kernels/cpu/parallel.hpp"
+#include "cute_kernels/format/group_order.hpp"
 #include "cute_kernels/format/head_dim.hpp"
 
 namespace cute_kernels::cpu {
@@ -277,40 +278,46 @@ int64_t select_two_of_four(DenseView const& x, Role role, uint8_t const* channel
   return lost;
 }
 
-int64_t longest_slots(uint32_t const* masks, Role role, format::CodecId codec, uint8_t const* channel_order,
-                   uint8_t const* token_order, int64_t heads, int64_t tokens, int padded, int32_t* longest,
-                      int threads) {
-  int64_t const tiles = (tokens + format::kTileTokens - 1) / format::kTileTokens;
-  int const count = Tile::lane_groups(padded), words = padded / 32;
-  bool const one_stream = format::is_narrow(codec);
-  static_assert(TwoOfFourBitmapTile::Packed<format::Fp8Codec>::kStreams == 1);
-  std::atomic<int64_t> stored{0};
+void order_slots(SlotOperand& keys, SlotOperand& values, int64_t heads, int64_t tokens, int padded,
+                 uint8_t* token_order, int threads) {
+  using format::kFour, format::kTileGroups, format::kTileTokens, format::kClasses;
+  int64_t const tiles = (tokens + kTileTokens - 1) / kTileTokens;
+  auto streams_of = [](SlotOperand const& operand) {
+    return operand.masks ? format::visit_codec(operand.codec,
+                                               [](auto codec) {
+                                                 return TwoOfFourBitmapTile::Packed<decltype(codec)>::kStreams;
+                                               })
+                         : 0;
+  };
+  int const key_streams = streams_of(keys), value_streams = streams_of(values);
+  std::atomic<int64_t> stored[2] = {};
   parallel(threads, heads * tiles, [&](TaskQueue& queue) {
     for (int64_t tile; (tile = queue.next()) >= 0;) {
-      int64_t const head = tile / tiles, first_token = tile % tiles * format::kTileTokens;
-      uint32_t const* of_tile = masks + (head * tokens + first_token) * words;
-      auto is_kept = [&](int position) {
-        int const token = token_order[tile * format::kTileTokens + position / padded];
-        int const channel = channel_order[head * padded + position % padded];
-        return first_token + token < tokens && of_tile[token * words + channel / 32] >> channel % 32 & 1;
-      };
-      LaneGroup const* groups = lane_groups(role, padded).data();
-      int most = 0, of_all = 0;
-      for (int lane = 0; lane < kLanes; ++lane) {
-        int taken[kStreams] = {};
-        for (int group = 0; group < count; ++group, ++groups) {
-          int const slot = TwoOfFourBitmapTile::slot(group, 0);  // the other one is of the same stream
-          int const s = one_stream ? 0 : TwoOfFourBitmapTile::stream<format::Fp16Codec>(slot);
-          for (int i = 0; i < Tile::kGroup; ++i) taken[s] += is_kept(groups->position[i]);
+      int64_t const head = tile / tiles, first_token = tile % tiles * kTileTokens;
+      int const count = static_cast<int>(std::min<int64_t>(kTileTokens, tokens - first_token));
+      // f(token, channel position) for what is kept. Returns how many.
+      auto for_kept = [&](SlotOperand const& operand, auto&& f) {
+        int of_tile = 0;
+        uint8_t const* order = operand.channel_order + head * padded;
+        for (int t = 0; t < count && operand.masks; ++t) {
+          uint32_t const* mask = operand.masks + (head * tokens + first_token + t) * (padded / 32);
+          for (int p = 0; p < padded; ++p)
+            if (mask[order[p] / 32] >> order[p] % 32 & 1) f(t, p), ++of_tile;
         }
-        most = std::max({most, taken[0], taken[1]});
-        of_all += taken[0] + taken[1];
-      }
-      longest[tile] = most;
-      stored += of_all;
+        return of_tile;
+      };
+      format::SlotCounts counts{};
+      stored[0] += for_kept(keys, [&](int t, int p) {
+        ++counts.keys[t][p / kFour % format::slot_classes(key_streams)];
+      });
+      stored[1] += for_kept(values, [&](int t, int p) { ++counts.values[t / kFour][p % kClasses]; });
+      uint8_t* order = token_order + tile * kTileTokens;
+      format::choose_group_order(counts, key_streams, value_streams, order);
+      if (key_streams) keys.longest[tile] = format::longest_key_slots(counts, order);
+      if (value_streams) values.longest[tile] = format::longest_value_slots(counts, value_streams, order);
     }
   });
-  return stored;
+  keys.stored = stored[0], values.stored = stored[1];
 }
 
 }  // namespace cute_kernels::cpu

@@ -29,7 +29,7 @@ struct ScaledOperand {
 };
 
 // Codecs whose kernels are in one object file: of the bitmap format those of 16 bits and narrow ones; all codecs of exactly
-// two of four, and of at most two.
+// two of four; narrow ones of at most two, for with 16 bits the bitmap format is as fast and smaller.
 struct HalfCodecs {};
 struct NarrowCodecs {};
 struct TwoOfFourCodecs {};
@@ -56,24 +56,27 @@ decltype(auto) visit_codecs(format::SparseView const& view, F&& f) {
 template <class Codecs, class F>
 decltype(auto) visit_stored_operand(format::CodecId codec, F&& f) {
   using format::BitmapTile;
-  if constexpr (kAreTwoOfFour<Codecs> || kAreTwoOfFourBitmap<Codecs>) {
-    using TileFormat =
-        std::conditional_t<kAreTwoOfFour<Codecs>, format::TwoOfFourTile, format::TwoOfFourBitmapTile>;
+  if constexpr (kAreTwoOfFour<Codecs>) {
+    using format::TwoOfFourTile;
     return format::visit_codec(codec, [&](auto of) -> decltype(auto) {
       using Codec = decltype(of);
       if constexpr (Codec::kHasScales)
-        return f(ScaledOperand<TileFormat, Codec>{});
+        return f(ScaledOperand<TwoOfFourTile, Codec>{});
       else
-        return f(StoredOperand<TileFormat, Codec,
+        return f(StoredOperand<TwoOfFourTile, Codec,
                                std::conditional_t<Codec::kId == format::CodecId::kFp16, half_t, bfloat16_t>>{});
     });
   } else if constexpr (!kHaveFewKernels<Codecs>) {
     if (codec == format::CodecId::kFp16) return f(StoredOperand<BitmapTile, format::Fp16Codec, half_t>{});
     return f(StoredOperand<BitmapTile, format::Bf16Codec, bfloat16_t>{});
   } else {
-    if (codec == format::CodecId::kFp8) return f(ScaledOperand<BitmapTile, format::Fp8Codec>{});
-    if (codec == format::CodecId::kInt8) return f(ScaledOperand<BitmapTile, format::Int8Codec>{});
-    return f(ScaledOperand<BitmapTile, format::Int4Codec>{});
+    using TileFormat = std::conditional_t<kAreTwoOfFourBitmap<Codecs>, format::TwoOfFourBitmapTile, BitmapTile>;
+    if (!format::is_narrow(codec))
+      throw std::runtime_error(std::string("there are no CUDA kernels for codec ") + format::codec_name(codec) +
+                               " in the tile format " + TileFormat::kName);
+    if (codec == format::CodecId::kFp8) return f(ScaledOperand<TileFormat, format::Fp8Codec>{});
+    if (codec == format::CodecId::kInt8) return f(ScaledOperand<TileFormat, format::Int8Codec>{});
+    return f(ScaledOperand<TileFormat, format::Int4Codec>{});
   }
 }
 

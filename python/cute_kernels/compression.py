@@ -257,18 +257,17 @@ def _compress(caches: list[Cache]) -> list[Storage]:
 
 
 def _compress_eagerly(caches: list[Cache]) -> list[Storage]:
-    if all(cache.tile_format == BITMAP for cache in caches):
+    form = caches[0].tile_format
+    if any(cache.tile_format != form for cache in caches):
+        return [storage for cache in caches for storage in _compress_eagerly([cache])]
+    if form == BITMAP:
         return compress_caches(caches)
+    if form == TWO_OF_FOUR_BITMAP:
+        return two_of_four_bitmap.compress_caches(caches)
     results: list[Storage] = []
     for cache in caches:
-        if cache.tile_format == BITMAP:
-            results += compress_caches([cache])
-            continue
-        shared = next((of.token_order for of in results if of.tile_format == cache.tile_format), None)
-        if cache.tile_format == TWO_OF_FOUR:
-            results.append(two_of_four.compress_cache(cache, cache.kept == 0, shared))
-        else:
-            results.append(two_of_four_bitmap.compress_cache(cache, shared))
+        shared = results[0].token_order if results else None
+        results.append(two_of_four.compress_cache(cache, cache.kept == 0, shared))
     return results
 
 

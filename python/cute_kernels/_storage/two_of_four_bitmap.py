@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from cute_kernels._runtime.extension import _C, CODEC_CODES, DTYPE_CODES, ROLE_CODES, SCALED_CODECS
+from cute_kernels._runtime.extension import _C, CODEC_CODES, DTYPE_CODES, ROLE_CODES
 from cute_kernels._runtime.launching import Kernels, address, compression_kernels
 from cute_kernels._storage import steps, tile_reader
 from cute_kernels._storage.compressor import Cache, check_refused, name_of
@@ -14,42 +16,72 @@ from cute_kernels._storage.two_of_four import Channels, check_pattern, choose_ch
 from cute_kernels._storage.validation import MAX_ROWS, check_size
 
 
-def compress_cache(cache: Cache, token_order: Tensor | None = None) -> Storage:
-    """The two largest of every four, of which `cache.kept` of a token, channels of keys in the order of rule
-    "magnitude-2of4". kept 0: x has the pattern already, channels and tokens as they lie in memory. ValueError if it has
-    not.
+@dataclass(frozen=True)
+class _Parts:
+    """What a storage consists of besides its blocks, and what `pack` needs to write those."""
 
-    token_order: that of a cache alike, to be shared; it is that of memory.
-    """
-    check_size(cache.x.shape)
-    kernels = compression_kernels(cache.x.device)
+    channels: Channels
+    masks: Tensor
+    scales: steps.Scales | None
+    longest: Tensor  # stream of each tile
+
+    def operand(self, codec: str) -> tuple[int, ...]:
+        return address(self.masks), CODEC_CODES[codec], address(self.channels.order), address(self.longest)
+
+
+def compress_caches(caches: list[Cache]) -> list[Storage]:
+    """One cache, or a K/V pair that shares its token order, alike in shape, dtype and device: the two largest of every
+    four, of which `kept` of a token, channels of keys in the order of rule "magnitude-2of4". kept 0: x has the pattern
+    already, channels and tokens as they lie in memory. ValueError if it has not."""
+    x = caches[0].x
+    check_size(x.shape)
+    kernels = compression_kernels(x.device)
     if kernels.device.type == "cuda":
         raise RuntimeError(
             f"there are no CUDA kernels that compress into tile_format {TWO_OF_FOUR_BITMAP!r}: compress on the CPU, and "
             f"move the result by `to`"
         )
-    x = cache.x
-    batch, kv_heads, tokens, _ = x.shape
-    if token_order is None:
-        token_order = torch.arange(_C.format.TILE_TOKENS, dtype=torch.uint8, device=x.device)
-        token_order = token_order.expand(batch, kv_heads, tile_reader.tiles_per_head(tokens), -1).contiguous()
+    batch, kv_heads, tokens, head_dim = x.shape
+    order_shape = (batch, kv_heads, tile_reader.tiles_per_head(tokens), _C.format.TILE_TOKENS)
+    token_order = torch.empty(order_shape, dtype=torch.uint8, device=x.device)
     with kernels.launch() as stream:
-        channels = choose_channels(kernels, cache, cache.kept == 0, None, stream)
-        if not cache.tiles:
-            row_offsets = torch.zeros(1, dtype=torch.int32, device=x.device)
-            return _storage(cache, channels, token_order, row_offsets, [0, 0, 0])
-        masks, scales = _select(kernels, cache, channels, stream)
-        row_offsets, totals = _offsets(kernels, cache, masks, channels, token_order, stream)
-        storage = _storage(cache, channels, token_order, row_offsets, totals.tolist()[:3])
-        steps.pack(kernels, x, masks, scales, 0, totals, storage.blocks.shape[0], storage.view(), stream)
-    return storage
+        if not caches[0].tiles:
+            return [
+                _storage(cache, choose_channels(kernels, cache, True, None, stream), token_order, None)
+                for cache in caches
+            ]
+        parts = [_select(kernels, cache, stream) for cache in caches]
+        none = 0, 0, 0, 0
+        operands = {cache.role: part.operand(cache.codec) for cache, part in zip(caches, parts)}
+        stored = kernels.module.order_slots(
+            *operands.get("key", none),
+            *operands.get("value", none),
+            batch * kv_heads,
+            tokens,
+            head_dim,
+            address(token_order),
+            stream,
+        )
+        results: list[Storage] = []
+        for cache, part in zip(caches, parts):
+            totals = torch.zeros(steps.TOTALS, dtype=torch.int64, device=x.device)
+            row_offsets = torch.empty(cache.tiles + 1, dtype=torch.int32, device=x.device)
+            counts = torch.zeros(1, cache.padded, dtype=torch.int32, device=x.device)
+            steps.offsets(
+                kernels, part.longest, counts, head_dim, cache.codec, row_offsets, totals, stream, TWO_OF_FOUR_BITMAP
+            )
+            totals[2] = stored[0 if cache.role == "key" else 1]
+            storage = _storage(cache, part.channels, token_order, row_offsets, *totals.tolist()[:3])
+            rows = storage.blocks.shape[0]
+            steps.pack(kernels, cache.x, part.masks, part.scales, 0, totals, rows, storage.view(), stream)
+            results.append(storage)
+    return results
 
 
-def _select(
-    kernels: Kernels, cache: Cache, channels: Channels, stream: int
-) -> tuple[Tensor, steps.Scales | None]:
-    """Masks of what is kept, and the scales. ValueError for what the codec or the tile format cannot store."""
+def _select(kernels: Kernels, cache: Cache, stream: int) -> _Parts:
+    """ValueError for what the codec or the tile format cannot store."""
     x, kept = cache.x, cache.kept
+    channels = choose_channels(kernels, cache, kept == 0, None, stream)
     masks = torch.empty(x.shape[0] * x.shape[1] * x.shape[2] * cache.padded // 32, dtype=torch.int32, device=x.device)
     operand = address(x), x.stride()[:3], *x.shape, DTYPE_CODES[x.dtype]
     lost = kernels.module.select_two_of_four(
@@ -73,47 +105,27 @@ def _select(
             stream,
         )
         check_refused(cache, refused)
-    return masks, scales
-
-
-def _offsets(
-    kernels: Kernels, cache: Cache, masks: Tensor, channels: Channels, token_order: Tensor, stream: int
-) -> tuple[Tensor, Tensor]:
-    """Where tiles begin; rows in all, rows of the longest tile, nonzeros."""
-    x = cache.x
-    longest = torch.empty(cache.tiles, dtype=torch.int32, device=x.device)
-    row_offsets = torch.empty(cache.tiles + 1, dtype=torch.int32, device=x.device)
-    totals = torch.zeros(steps.TOTALS, dtype=torch.int64, device=x.device)
-    stored = kernels.module.longest_slots(
-        address(masks),
-        ROLE_CODES[cache.role],
-        CODEC_CODES[cache.codec],
-        address(channels.order),
-        address(token_order),
-        x.shape[0] * x.shape[1],
-        x.shape[2],
-        x.shape[3],
-        address(longest),
-        stream,
-    )
-    counts = torch.zeros(1, cache.padded, dtype=torch.int32, device=x.device)
-    steps.offsets(kernels, longest, counts, x.shape[3], cache.codec, row_offsets, totals, stream, TWO_OF_FOUR_BITMAP)
-    totals[2] = stored
-    return row_offsets, totals
+    return _Parts(channels, masks, scales, torch.empty(cache.tiles, dtype=torch.int32, device=x.device))
 
 
 def _storage(
-    cache: Cache, channels: Channels, token_order: Tensor, row_offsets: Tensor, totals: list[int]
+    cache: Cache,
+    channels: Channels,
+    token_order: Tensor,
+    row_offsets: Tensor | None,
+    rows: int = 0,
+    max_tile_rows: int = 0,
+    nnz: int = 0,
 ) -> Storage:
-    rows, max_tile_rows, nnz = totals
     if rows > MAX_ROWS:
         raise ValueError(
             f"{name_of(cache)} of shape {tuple(cache.x.shape)} would take {rows} rows of 128 bytes, at most {MAX_ROWS} "
             f"can be addressed: compress it in parts"
         )
+    device = cache.x.device
     return Storage(
-        blocks=torch.empty(rows, _C.format.LANES, dtype=torch.int32, device=cache.x.device),
-        row_offsets=row_offsets,
+        blocks=torch.empty(rows, _C.format.LANES, dtype=torch.int32, device=device),
+        row_offsets=torch.zeros(1, dtype=torch.int32, device=device) if row_offsets is None else row_offsets,
         token_order=token_order,
         channel_order=channels.order,
         channel_scale=channels.scale,
