@@ -86,7 +86,8 @@ void balance(BalanceOperand const& first, BalanceOperand const& second, int head
 
 // Of blocks in `codec`: row_offsets (tiles + 1), and totals: rows in all, rows of the longest tile, nonzeros. At least one tile.
 void offsets(int32_t const* longest, int64_t tiles, int32_t const* counts, int heads, int padded_head_dim,
-             format::CodecId codec, int32_t* row_offsets, int64_t* totals, cudaStream_t stream);
+             format::CodecId codec, format::TileFormatId tile_format, int32_t* row_offsets, int64_t* totals,
+             cudaStream_t stream);
 
 // Writes the blocks, unless they would take more rows than `capacity`; keep and token_scale as for `select`, totals from
 // `offsets`.
@@ -98,7 +99,41 @@ void pack(DenseView const& x, uint32_t const* masks, uint16_t const* token_scale
 void pack_two_of_four(DenseView const& x, format::SparseView const& view, int64_t* refused, int64_t* lost,
                       cudaStream_t stream);
 
+// Compression into the tile format of at most two of four, of narrow codecs: what is kept of a cache, the order of tokens of
+// one cache or of a pair, and, behind `offsets`, the blocks.
+struct SlotScratch {
+  int mask_words, count_bytes;  // of a tile
+};
+SlotScratch slot_scratch(format::Role role, int padded_head_dim);
+
+struct SlotSelection {
+  uint8_t const* channel_order;   // (heads, padded)
+  uint16_t const* channel_scale;  // the same by channel
+  int keep;                       // of a token's candidates; 0: all
+  uint32_t* masks;                // (heads * tiles, mask_words)
+  uint8_t* counts;                // (heads * tiles, count_bytes), as in format::SlotCounts
+  uint16_t* token_scale;          // (heads * tiles * 64), by token
+  int64_t* totals;                // are added to: values stored, those that the codec cannot store, nonzeros beyond two of four
+  int streams = 0;                // these are filled in
+  float codec_largest = 0;
+  bool has_nan = false;
+};
+void select_slots(DenseView const& x, format::Role role, format::CodecId codec, SlotSelection selection,
+                  cudaStream_t stream);
+
+struct SlotOrder {
+  uint8_t const* counts;  // of `select_slots`; null: there is no such cache
+  int32_t* longest;       // stream of each tile
+  int streams = 0;        // is filled in
+};
+void order_slots(SlotOrder keys, format::CodecId key_codec, SlotOrder values, format::CodecId value_codec,
+                 int64_t tiles, uint8_t* token_order, cudaStream_t stream);
+
+void pack_slots(DenseView const& x, uint32_t const* masks, uint16_t const* token_scale, int64_t const* totals,
+                int64_t capacity, format::SparseView const& view, cudaStream_t stream);
+
 void decompress(format::SparseView const& view, void* out, cudaStream_t stream);
+void unpack_slots(format::SparseView const& view, void* out, cudaStream_t stream);  // the same, of that format
 void unpack_two_of_four(format::SparseView const& view, void* out, cudaStream_t stream);  // decompress, of that format
 
 }  // namespace cute_kernels::compress

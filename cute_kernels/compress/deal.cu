@@ -50,18 +50,24 @@ __device__ int64_t cta_sum(int64_t x, int64_t* scratch) {
   return warp_sum(scratch[threadIdx.x % 32]);
 }
 
-// Of 16 bits as well, if it is Fp16Codec.
-template <class Codec>
 struct RowsOfTile {
-  int before_values;
-  __device__ int operator()(int longest) const { return before_values + Codec::value_rows(longest); }
+  int before_values, word_values_log2, word_rows;
+
+  template <class Codec>
+  RowsOfTile(Codec, int before_values)
+      : before_values(before_values), word_values_log2(0), word_rows(Codec::value_rows(1)) {
+    while (1 << word_values_log2 < Codec::kWordValues) ++word_values_log2;
+  }
+  __device__ int operator()(int longest) const {
+    int words = (longest + (1 << word_values_log2) - 1) >> word_values_log2;
+    return before_values + words * word_rows;
+  }
 };
 
 // A CTA computes the offsets of 1024 tiles and adds up all tiles before them itself: reading those few bytes again
 // costs less than waiting for other CTAs. The last one has then seen all tiles and writes the totals.
-template <class Codec>
 __global__ void __launch_bounds__(kThreads)
-    offsets_kernel(int32_t const* longest, int64_t tiles, RowsOfTile<Codec> rows_of, int32_t const* counts,
+    offsets_kernel(int32_t const* longest, int64_t tiles, RowsOfTile rows_of, int32_t const* counts,
                    int64_t channels, int32_t* row_offsets, int64_t* totals) {
   __shared__ int64_t scratch[kWarps];
   int64_t first = int64_t{blockIdx.x} * kThreads, tile = first + threadIdx.x;
@@ -124,14 +130,17 @@ void load_scales(SparseView const& view, Destination const& to, NewOrder order, 
 }
 
 void offsets(int32_t const* longest, int64_t tiles, int32_t const* counts, int heads, int padded_head_dim,
-             CodecId codec, int32_t* row_offsets, int64_t* totals, cudaStream_t stream) {
-  unsigned grid = static_cast<unsigned>((tiles + kThreads - 1) / kThreads);
-  visit_packed_codec(codec, [&](auto packed) {
-    using Codec = decltype(packed);
-    RowsOfTile<Codec> rows_of{TileFormat::first_value_row<Codec>(padded_head_dim)};
-    offsets_kernel<Codec><<<grid, kThreads, 0, stream>>>(longest, tiles, rows_of, counts,
-                                                         int64_t{heads} * padded_head_dim, row_offsets, totals);
+             CodecId codec, TileFormatId tile_format, int32_t* row_offsets, int64_t* totals, cudaStream_t stream) {
+  using Slots = TwoOfFourBitmapTile;
+  RowsOfTile rows_of = visit_codec(codec, [&](auto of) {
+    using Codec = decltype(of);
+    if (tile_format == Slots::kId)
+      return RowsOfTile(Slots::Packed<Codec>{}, Slots::first_value_row<Codec>(padded_head_dim));
+    return RowsOfTile(Codec{}, TileFormat::first_value_row<Codec>(padded_head_dim));
   });
+  unsigned grid = static_cast<unsigned>((tiles + kThreads - 1) / kThreads);
+  offsets_kernel<<<grid, kThreads, 0, stream>>>(longest, tiles, rows_of, counts, int64_t{heads} * padded_head_dim,
+                                                row_offsets, totals);
   check_cuda(cudaGetLastError(), "launch of offsets");
 }
 

@@ -1,26 +1,16 @@
 // Tiles of exactly two of four, from dense rows and back; one CTA a tile. A warp takes whole atoms of the tile, and a lane
 // its groups of them, as the MMA kernels do.
-#include "cute_kernels/common/numeric.hpp"
-#include "cute_kernels/compress/tile_kernel.hpp"
-#include "cute_kernels/format/tile/two_of_four.hpp"
+#include "cute_kernels/compress/group_tile.hpp"
 
 namespace cute_kernels::compress {
 namespace {
 
-using namespace format;
-
 using Tile = TwoOfFourTile;
 
-constexpr int kWarps = 8, kThreads = 32 * kWarps, kVectorValues = 8;
+constexpr int kThreads = kGroupThreads, kVectorValues = kGroupVectorValues;
 
 template <int HeadDim>
-constexpr int kWarpAtoms = Tile::lane_groups(HeadDim) / Tile::kAtomGroups / kWarps;
-
-template <int HeadDim>
-struct Dense {
-  alignas(16) uint16_t element[kTileTokens][HeadDim + 8];  // rows in different banks
-  uint8_t channel[HeadDim];                                // by position
-};
+using Dense = DenseRows<HeadDim>;
 template <int HeadDim>
 struct Scales {
   float per_channel[HeadDim], per_token[kTileTokens];  // by position
@@ -31,70 +21,6 @@ struct PackStorage : Dense<HeadDim> {};
 template <int HeadDim>
 struct PackStorage<HeadDim, true> : Dense<HeadDim>, Scales<HeadDim> {};
 
-// Where a lane's group is: a row of A and four columns of it.
-template <Role kRole, int HeadDim>
-struct GroupPlace {
-  int token, channel;  // positions of its first element
-
-  __device__ GroupPlace(int lane, int group) {
-    int first = Tile::element_layout<kRole, HeadDim>()(lane, Tile::kGroup * group);
-    token = first / HeadDim, channel = first % HeadDim;
-  }
-  __device__ int token_of(int i) const { return kRole == Role::kKey ? token : token + i; }
-  __device__ int channel_of(int i) const { return kRole == Role::kKey ? channel + i : channel; }
-};
-
-// The two largest of four, ties to the first: their indices in order, as metadata has them.
-__device__ uint32_t two_largest(uint32_t const (&keys)[Tile::kGroup]) {
-  uint32_t best = keys[1] > keys[0], next = 1 - best;
-  uint32_t best_key = max(keys[0], keys[1]), next_key = min(keys[0], keys[1]);
-#pragma unroll
-  for (uint32_t i = 2; i < Tile::kGroup; ++i) {
-    bool above_best = keys[i] > best_key, above_next = keys[i] > next_key;
-    next = above_best ? best : above_next ? i : next;
-    next_key = above_best ? best_key : above_next ? keys[i] : next_key;
-    best = above_best ? i : best;
-    best_key = above_best ? keys[i] : best_key;
-  }
-  return min(best, next) | max(best, next) << 2;
-}
-
-__device__ float to_float(uint16_t bits, DType dtype) {
-  return dtype == DType::kBFloat16 ? float(bfloat16_t::bitcast(bits)) : float(half_t::bitcast(bits));
-}
-
-__device__ uint16_t rounded_bits(float x, DType dtype) {
-  if (x != x) return dtype == DType::kBFloat16 ? 0x7fc0 : 0x7e00;
-  return dtype == DType::kBFloat16 ? bfloat16_t(x).storage : half_t(x).storage;
-}
-
-__device__ void add_to(int64_t* total, int count) {
-  count = __reduce_add_sync(~0u, count);
-  if (count && threadIdx.x % 32 == 0)
-    atomicAdd(reinterpret_cast<unsigned long long*>(total), static_cast<unsigned long long>(count));
-}
-
-// Rows of the tile's tokens, zeros beyond what exists.
-template <int HeadDim>
-__device__ void load_rows(Dense<HeadDim>& s, DenseView const& x, TileLocation const& tile, bool vectors) {
-  constexpr int kVectors = HeadDim / kVectorValues;  // of a token
-#pragma unroll 4
-  for (int i = threadIdx.x; i < kTileTokens * kVectors; i += kThreads) {
-    int token = i / kVectors, channel = i % kVectors * kVectorValues;
-    alignas(16) uint16_t values[kVectorValues] = {};
-    if (token < tile.tokens && channel < x.head_dim) {
-      uint16_t const* from = x.row(tile.head, tile.first_token + token) + channel;
-      if (vectors) {
-        *reinterpret_cast<uint4*>(values) = *reinterpret_cast<uint4 const*>(from);
-      } else {
-#pragma unroll
-        for (int j = 0; j < kVectorValues; ++j) values[j] = from[j];
-      }
-    }
-    *reinterpret_cast<uint4*>(&s.element[token][channel]) = *reinterpret_cast<uint4 const*>(values);
-  }
-}
-
 // refused: counts values that the codec cannot store. lost: counts nonzeros beyond two of four; null: nobody asks.
 template <Role kRole, int HeadDim, class Codec>
 __global__ void __launch_bounds__(kThreads, 2)
@@ -104,7 +30,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   auto& s = *reinterpret_cast<PackStorage<HeadDim, Codec::kHasScales>*>(shared);
   TileLocation tile(view);
   int lane = threadIdx.x % 32, first_atom = threadIdx.x / 32 * kAtoms;
-  load_rows(s, x, tile, vectors);
+  load_rows<HeadDim>(s, x, tile.head, tile.first_token, tile.tokens, vectors);
   for (int i = threadIdx.x; i < HeadDim; i += kThreads) {
     s.channel[i] = view.channel_order[tile.head * HeadDim + i];
     if constexpr (Codec::kHasScales) s.per_channel[i] = 1 / scale_value(view.channel_scale[tile.head * HeadDim + i]);
@@ -234,11 +160,7 @@ __global__ void __launch_bounds__(kThreads, 2) unpack_pairs_kernel(SparseView vi
     }
   }
   __syncthreads();
-  int vectors = view.head_dim / kVectorValues;  // of a token
-  uint16_t* to = out + (tile.head * view.tokens + tile.first_token) * view.head_dim;
-  for (int i = threadIdx.x; i < tile.tokens * vectors; i += kThreads)
-    reinterpret_cast<uint4*>(to)[i] =
-        *reinterpret_cast<uint4 const*>(&s.element[i / vectors][i % vectors * kVectorValues]);
+  store_rows<HeadDim>(s, tile, view, out);
 }
 
 }  // namespace

@@ -184,7 +184,7 @@ __global__ void __launch_bounds__(kThreads) load_kernel(SparseView view, TileRun
 
 void decompress(SparseView const& view, void* out, cudaStream_t stream) {
   if (view.tile_format == TileFormatId::kTwoOfFour) return unpack_two_of_four(view, out, stream);
-  check_tile_format(view, TileFormat::kId, "decompress");
+  if (view.tile_format == TileFormatId::kTwoOfFourBitmap) return unpack_slots(view, out, stream);
   visit_packed_codec(view.codec, [&](auto codec) {
     visit_shape(view, [&](auto role, auto head_dim) {
       using Storage = UnpackStorage<decltype(codec), head_dim()>;

@@ -34,6 +34,11 @@ def cache(role: str = "key", codec: str | None = None, shape=(1, 2, 150, 64), ke
     return compressed(oracle.gaussian(*shape), role, keep, codec)
 
 
+def skip_16_bits_on_gpus(codec: str | None, device: torch.device) -> None:
+    if codec is None and device.type == "cuda":
+        pytest.skip("no kernels of 16 bits")
+
+
 def same(actual: torch.Tensor, expected: torch.Tensor) -> bool:
     return torch.equal(actual.double().nan_to_num(nan=1e9), expected.double().nan_to_num(nan=1e9))
 
@@ -42,11 +47,14 @@ def same(actual: torch.Tensor, expected: torch.Tensor) -> bool:
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("role", ROLES)
 @pytest.mark.parametrize("dtype", oracle.DTYPES, ids=str)
-def test_what_is_stored(shape, codec, role, dtype, rng):
+def test_what_is_stored(shape, codec, role, dtype, device, rng):
+    skip_16_bits_on_gpus(codec, device)
     x = rng.choice([oracle.gaussian, oracle.lognormal_channels])(*shape, dtype=dtype).clamp(-6e4, 6e4)
     keep = rng.randint(1, shape[3] // 2)
-    kv = compressed(x, role, keep, codec)
-    kv.validate()
+    on_device = compressed(x.to(device), role, keep, codec)
+    on_device.validate()
+    kv = on_device.to("cpu")
+    assert oracle.same_bits(ck.decompress(on_device), ck.decompress(kv))
     expected, state = exact(x, role, keep, codec), kv.state_dict()
     assert same(oracle.decode(state), expected)
     assert same(operand(storage_of(kv, "kv")), expected)
@@ -58,6 +66,34 @@ def test_what_is_stored(shape, codec, role, dtype, rng):
         assert (again.tile_format, again.nnz) == (FORMAT, kv.nnz)
         assert oracle.same_bits(ck.decompress(again), ck.decompress(kv))
     assert json.loads(json.dumps(state["metadata"]))["tile_format"] == FORMAT
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("codec", oracle.NARROW)
+@pytest.mark.parametrize("kind", ["gaussian", "ties", "zeros", "few"])
+def test_gpus_write_the_same_bytes(kind, codec, device, rng):
+    """As the CPU, in pairs and one by one, of what has the pattern and what has not."""
+    shape = rng.choice([(2, 2, 200, 128), (1, 3, 130, 64), (1, 1, 140, 256), (1, 2, 77, 72), (3, 1, 64, 200)])
+    k, v = (oracle.lognormal_channels(*shape).clamp(-6e4, 6e4) for _ in range(2))
+    if kind == "ties":
+        k, v = (x.clamp(-2, 2).round() for x in (k, v))
+    elif kind == "zeros":
+        k, v = (torch.where(torch.rand(shape) < 0.9, 0, x) for x in (k, v))
+    elif kind == "few":
+        k[:, :, ::3], v[..., ::3] = 0, -0.0
+    keep = rng.randint(1, shape[3] // 2)
+    options = {"method": "magnitude-2of4", "codec": codec, "tile_format": FORMAT}
+    pairs = [ck.compress_kv(k.to(on), v.to(on), key_keep=keep, value_keep=1 + keep // 2, **options) for on in ("cpu", device)]
+    candidates = [ck.prune(x, method="magnitude-2of4", role="value") for x in (v,)]
+    for on in ("cpu", device):
+        one = compressed(k.to(on), "key", keep, codec), compressed(v.to(on), "value", keep, codec)
+        promised = ck.compress(candidates[0].to(on), role="value", codec=codec, tile_format=FORMAT)
+        pairs[("cpu", device).index(on)] += (*one, promised)
+    for of_cpu, of_gpu in zip(*pairs):
+        expected, state = of_cpu.state_dict(), of_gpu.state_dict()
+        assert state.pop("metadata") == expected.pop("metadata") and of_gpu.nnz == of_cpu.nnz
+        for name, tensor in expected.items():
+            assert torch.equal(state[name].cpu(), tensor), name
 
 
 @pytest.mark.parametrize("codec, keep, most", [("fp8", 38, 4.5), ("fp8", 25, 3.7), ("int4", 38, 3.15), (None, 38, 7.5)])
@@ -80,37 +116,40 @@ def test_every_bit_pattern(dtype, role, rng):
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("shape", [(0, 2, 10, 64), (1, 2, 0, 64)])
-def test_empty(shape, codec):
-    x = torch.zeros(shape, dtype=torch.float16)
+def test_empty(shape, codec, device):
+    skip_16_bits_on_gpus(codec, device)
+    x = torch.zeros(shape, dtype=torch.float16, device=device)
     keys, values = ck.compress_kv(x, x, keep=9, method="magnitude-2of4", codec=codec, tile_format=FORMAT)
     for kv in (keys, values):
         kv.validate()
         assert ck.decompress(kv).shape == shape and kv.nnz == 0 and kv.tile_format == FORMAT
-    q = torch.zeros(shape[0], 4, 1, 64, dtype=torch.float16)
+    q = torch.zeros(shape[0], 4, 1, 64, dtype=torch.float16, device=device)
     assert not ck.sparse_attention(q, keys, values).any()
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_zeros(codec):
+def test_zeros(codec, device):
     """Tiles without a nonzero have no value rows."""
-    kv = compressed(torch.zeros(1, 1, 130, 128, dtype=torch.float16), "value", 9, codec)
+    skip_16_bits_on_gpus(codec, device)
+    kv = compressed(torch.zeros(1, 1, 130, 128, dtype=torch.float16, device=device), "value", 9, codec)
     kv.validate()
     assert kv.nnz == 0 and kv.max_tile_rows == 12 + (codec is not None) and not ck.decompress(kv).any()
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_promised_pattern(role, rng):
+def test_promised_pattern(role, device, rng):
     """A cache with at most two of four in memory is stored as it is; one more nonzero is refused by name."""
     x = oracle.gaussian(1, 2, 100, 72)
     dim = 3 if role == "key" else 2
     keep = torch.rand(x.unflatten(dim, (-1, 4)).shape).argsort(dim + 1).flatten(dim, dim + 1) < 2
-    x = torch.where(keep & (torch.rand(x.shape) < 0.7), x, 0)
-    kv = ck.compress(x, role=role, tile_format=FORMAT)
-    assert oracle.same_bits(ck.decompress(kv), x)
+    x = torch.where(keep & (torch.rand(x.shape) < 0.7), x, 0).to(device)
+    codec = None if device.type == "cpu" else "fp8"
+    kv = ck.compress(x, role=role, tile_format=FORMAT, codec=codec)
+    assert oracle.same_bits(ck.decompress(kv), x) if codec is None else kv.nnz == int((x != 0).sum())
     kv.validate()
     x[0, 1, :4, :4] = 1
     with pytest.raises(ValueError, match=f"{role[0]} must have at most two nonzeros .* '{FORMAT}'"):
-        ck.compress(x, role=role, tile_format=FORMAT)
+        ck.compress(x, role=role, tile_format=FORMAT, codec=codec)
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -237,13 +276,13 @@ def test_validation(rng):
         with_word(last_tile, row, -1)
 
 
-def test_what_a_codec_cannot_store(rng):
+def test_what_a_codec_cannot_store(device, rng):
     for number, refused in ((float("inf"), tuple(oracle.NARROW)), (float("nan"), ("int8", "int4"))):
         x = oracle.gaussian(1, 2, 150, 64)
         x[0, rng.randrange(2), rng.randrange(150), rng.randrange(64)] = number
         for codec in refused:
             with pytest.raises(ValueError, match=f"holds 1 values that are infinite.* codec '{codec}' cannot"):
-                compressed(x, "key", 20, codec)
+                compressed(x.to(device), "key", 20, codec)
 
 
 X = torch.zeros(1, 2, 40, 64, dtype=torch.float16)

@@ -191,6 +191,7 @@ def offsets(
             counts.shape[0],
             head_dim,
             CODEC_CODES[codec],
+            TILE_FORMATS[tile_format],
             address(row_offsets),
             address(totals),
             stream,

@@ -18,15 +18,13 @@ from cute_kernels._storage.validation import MAX_ROWS, check_size
 
 @dataclass(frozen=True)
 class _Parts:
-    """What a storage consists of besides its blocks, and what `pack` needs to write those."""
+    """What a storage consists of besides its blocks, and what writes those."""
 
     channels: Channels
     masks: Tensor
     scales: steps.Scales | None
+    counts: Tensor | None  # of what is kept, on a GPU
     longest: Tensor  # stream of each tile
-
-    def operand(self, codec: str) -> tuple[int, ...]:
-        return address(self.masks), CODEC_CODES[codec], address(self.channels.order), address(self.longest)
 
 
 def compress_caches(caches: list[Cache]) -> list[Storage]:
@@ -36,13 +34,7 @@ def compress_caches(caches: list[Cache]) -> list[Storage]:
     x = caches[0].x
     check_size(x.shape)
     kernels = compression_kernels(x.device)
-    if kernels.device.type == "cuda":
-        raise RuntimeError(
-            f"there are no CUDA kernels that compress into tile_format {TWO_OF_FOUR_BITMAP!r}: compress on the CPU, and "
-            f"move the result by `to`"
-        )
-    batch, kv_heads, tokens, head_dim = x.shape
-    order_shape = (batch, kv_heads, tile_reader.tiles_per_head(tokens), _C.format.TILE_TOKENS)
+    order_shape = (*x.shape[:2], tile_reader.tiles_per_head(x.shape[2]), _C.format.TILE_TOKENS)
     token_order = torch.empty(order_shape, dtype=torch.uint8, device=x.device)
     with kernels.launch() as stream:
         if not caches[0].tiles:
@@ -50,62 +42,127 @@ def compress_caches(caches: list[Cache]) -> list[Storage]:
                 _storage(cache, choose_channels(kernels, cache, True, None, stream), token_order, None)
                 for cache in caches
             ]
-        parts = [_select(kernels, cache, stream) for cache in caches]
-        none = 0, 0, 0, 0
-        operands = {cache.role: part.operand(cache.codec) for cache, part in zip(caches, parts)}
-        stored = kernels.module.order_slots(
-            *operands.get("key", none),
-            *operands.get("value", none),
-            batch * kv_heads,
-            tokens,
-            head_dim,
-            address(token_order),
-            stream,
-        )
-        results: list[Storage] = []
-        for cache, part in zip(caches, parts):
-            totals = torch.zeros(steps.TOTALS, dtype=torch.int64, device=x.device)
-            row_offsets = torch.empty(cache.tiles + 1, dtype=torch.int32, device=x.device)
-            counts = torch.zeros(1, cache.padded, dtype=torch.int32, device=x.device)
+        totals = torch.zeros(len(caches), _TOTALS, dtype=torch.int64, device=x.device)
+        parts = [_select(kernels, cache, of_cache[-3:], stream) for cache, of_cache in zip(caches, totals)]
+        _choose_orders(kernels, caches, parts, token_order, totals, stream)
+        no_counts = torch.zeros(1, caches[0].padded, dtype=torch.int32, device=x.device)  # nonzeros are known already
+        row_offsets: list[Tensor] = []
+        for cache, part, of_cache in zip(caches, parts, totals):
+            row_offsets.append(torch.empty(cache.tiles + 1, dtype=torch.int32, device=x.device))
             steps.offsets(
-                kernels, part.longest, counts, head_dim, cache.codec, row_offsets, totals, stream, TWO_OF_FOUR_BITMAP
+                kernels,
+                part.longest,
+                no_counts,
+                x.shape[3],
+                cache.codec,
+                row_offsets[-1],
+                of_cache[: steps.TOTALS],
+                stream,
+                TWO_OF_FOUR_BITMAP,
             )
-            totals[2] = stored[0 if cache.role == "key" else 1]
-            storage = _storage(cache, part.channels, token_order, row_offsets, *totals.tolist()[:3])
-            rows = storage.blocks.shape[0]
-            steps.pack(kernels, cache.x, part.masks, part.scales, 0, totals, rows, storage.view(), stream)
+        results: list[Storage] = []
+        for cache, part, offsets, of_cache in zip(caches, parts, row_offsets, totals):
+            rows, longest, _, _, nnz, refused, beyond = of_cache.tolist()  # waits for the device
+            check_refused(cache, refused)
+            if cache.kept == 0:
+                check_pattern(cache, beyond)
+            storage = _storage(cache, part.channels, token_order, offsets, rows, longest, nnz)
+            _pack(kernels, cache, part, of_cache, storage, stream)
             results.append(storage)
     return results
 
 
-def _select(kernels: Kernels, cache: Cache, stream: int) -> _Parts:
-    """ValueError for what the codec or the tile format cannot store."""
+_TOTALS = steps.TOTALS + 3  # those of `steps.offsets`, values stored, values refused, nonzeros beyond two of four
+
+
+def _select(kernels: Kernels, cache: Cache, totals: Tensor, stream: int) -> _Parts:
+    """totals: the last three."""
     x, kept = cache.x, cache.kept
+    batch, kv_heads, tokens, head_dim = x.shape
     channels = choose_channels(kernels, cache, kept == 0, None, stream)
-    masks = torch.empty(x.shape[0] * x.shape[1] * x.shape[2] * cache.padded // 32, dtype=torch.int32, device=x.device)
-    operand = address(x), x.stride()[:3], *x.shape, DTYPE_CODES[x.dtype]
-    lost = kernels.module.select_two_of_four(
-        *operand,
-        ROLE_CODES[cache.role],
-        address(channels.order),
-        kept if kept < x.shape[3] else 0,
-        address(masks),
-        stream,
-    )
-    if kept == 0:
-        check_pattern(cache, lost)
     scales = channels.scales(cache.tiles)
-    if scales is not None:
-        refused = kernels.module.token_scales(
+    longest = torch.empty(cache.tiles, dtype=torch.int32, device=x.device)
+    operand = address(x), x.stride()[:3], *x.shape, DTYPE_CODES[x.dtype]
+    role, codec, keep = ROLE_CODES[cache.role], CODEC_CODES[cache.codec], kept if kept < head_dim else 0
+    by_channel, by_token = (0, 0) if scales is None else (address(scales.by_channel), address(scales.by_token))
+    if kernels.device.type == "cuda":
+        words, count_bytes = kernels.module.slot_scratch(role, head_dim)
+        masks = torch.empty(cache.tiles * words, dtype=torch.int32, device=x.device)
+        counts = torch.empty(cache.tiles * count_bytes, dtype=torch.uint8, device=x.device)
+        kernels.module.select_slots(
             *operand,
+            role,
+            codec,
+            keep,
+            address(channels.order),
+            by_channel,
             address(masks),
-            CODEC_CODES[cache.codec],
-            address(scales.by_channel),
-            address(scales.by_token),
+            address(counts),
+            by_token,
+            address(totals),
             stream,
         )
-        check_refused(cache, refused)
-    return _Parts(channels, masks, scales, torch.empty(cache.tiles, dtype=torch.int32, device=x.device))
+        return _Parts(channels, masks, scales, counts, longest)
+    masks = torch.empty(batch * kv_heads * tokens * cache.padded // 32, dtype=torch.int32, device=x.device)
+    totals[2] = kernels.module.select_two_of_four(
+        *operand, role, address(channels.order), keep, address(masks), stream
+    )
+    if scales is not None:
+        totals[1] = kernels.module.token_scales(*operand, address(masks), codec, by_channel, by_token, stream)
+    return _Parts(channels, masks, scales, None, longest)
+
+
+def _choose_orders(
+    kernels: Kernels, caches: list[Cache], parts: list[_Parts], token_order: Tensor, totals: Tensor, stream: int
+) -> None:
+    """Writes token_order, the longest stream of every tile and, on a CPU, how many values are stored."""
+    cache = caches[0]
+    batch, kv_heads, tokens, head_dim = cache.x.shape
+    on_gpu = kernels.device.type == "cuda"
+    operands = {"key": (0, 0, 0) if on_gpu else (0, 0, 0, 0)}
+    operands["value"] = operands["key"]
+    for cache, part in zip(caches, parts):
+        code, longest = CODEC_CODES[cache.codec], address(part.longest)
+        if part.counts is not None:
+            operands[cache.role] = address(part.counts), code, longest
+        else:
+            operands[cache.role] = address(part.masks), code, address(part.channels.order), longest
+    if on_gpu:
+        kernels.module.order_slots(
+            *operands["key"], *operands["value"], cache.tiles, address(token_order), stream
+        )
+        return
+    stored = kernels.module.order_slots(
+        *operands["key"],
+        *operands["value"],
+        batch * kv_heads,
+        tokens,
+        head_dim,
+        address(token_order),
+        stream,
+    )
+    for cache, of_cache in zip(caches, totals):
+        of_cache[-3] = stored[ROLE_CODES[cache.role]]
+
+
+def _pack(
+    kernels: Kernels, cache: Cache, part: _Parts, totals: Tensor, storage: Storage, stream: int
+) -> None:
+    rows = storage.blocks.shape[0]
+    if part.counts is None:
+        steps.pack(kernels, cache.x, part.masks, part.scales, 0, totals, rows, storage.view(), stream)
+        return
+    assert part.scales is not None
+    kernels.module.pack_slots(
+        address(cache.x),
+        cache.x.stride()[:3],
+        address(part.masks),
+        address(part.scales.by_token),
+        address(totals),
+        rows,
+        storage.view(),
+        stream,
+    )
 
 
 def _storage(

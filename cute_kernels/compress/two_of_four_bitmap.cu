@@ -1,0 +1,590 @@
+// Tiles of at most two of four, from dense rows and back; one CTA a tile.
+//
+// Compression takes three kernels: one selects what is kept and counts it, one orders the tokens of every tile, and, when
+// it is known where tiles begin, one writes their blocks. A warp takes whole atoms of a tile there, and a lane its slots of
+// them, as the MMA kernels do. Narrow codecs only.
+#include "cute_kernels/compress/group_tile.hpp"
+#include "cute_kernels/format/group_order.hpp"
+
+namespace cute_kernels::compress {
+namespace {
+
+using Tile = TwoOfFourBitmapTile;
+
+constexpr int kGroup = Tile::kGroup, kKept = Tile::kKept;
+
+// f(codec) with a narrow one.
+template <class F>
+void visit_narrow_codec(CodecId id, F&& f) {
+  visit_codec(id, [&](auto codec) {
+    if constexpr (decltype(codec)::kIsNarrow)
+      f(codec);
+    else
+      throw std::runtime_error(std::string("there are no CUDA kernels for codec ") + codec.kName +
+                               " in the tile format " + Tile::kName);
+  });
+}
+
+// ---- Selection -------------------------------------------------------------------------------------------------------
+
+// A token's mask. Of keys bit l of word 4 j + i is the channel at position 4 (32 j + l) + i, of values bit l of word e is
+// channel 32 e + l.
+template <int HeadDim>
+constexpr int kMaskWords = HeadDim / 32 < kGroup ? kGroup : HeadDim / 32;
+
+template <int HeadDim>
+struct SelectStorage : DenseRows<HeadDim> {
+  float per_channel[HeadDim];  // by channel
+  uint32_t of_class[kClasses][kMaskWords<HeadDim>];  // channels of values
+};
+
+// What a lane has of four tokens: magnitudes of candidates, and zeros; larger ones first, then lower channels.
+template <int HeadDim>
+using Ranks = uint32_t[kGroup][kMaskWords<HeadDim>];
+constexpr int kRankBits = 23, kChannelBits = 8;
+
+__device__ uint32_t rank_of(uint32_t key, int channel) { return key ? key << kChannelBits | (255u - channel) : 0u; }
+
+// Returns how many nonzeros are no candidates.
+template <Role kRole, int HeadDim>
+__device__ int find_candidates(SelectStorage<HeadDim> const& s, int first_token, uint32_t nan, Ranks<HeadDim>& ranks) {
+  constexpr int kWords = kMaskWords<HeadDim>;
+  int lane = threadIdx.x % 32, beyond = 0;
+  auto choose = [&](uint32_t (&keys)[kGroup]) {
+    uint32_t two = two_largest(keys);
+#pragma unroll
+    for (int i = 0; i < kGroup; ++i) {
+      bool is_candidate = i == static_cast<int>(two & 3) || i == static_cast<int>(two >> 2);
+      beyond += !is_candidate && keys[i];
+      if (!is_candidate) keys[i] = 0;
+    }
+  };
+  if constexpr (kRole == Role::kKey) {
+#pragma unroll
+    for (int j = 0; j < kWords / kGroup; ++j) {
+      int first = kGroup * (lane + 32 * j), channel[kGroup];
+      bool exists = first < HeadDim;
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) channel[i] = s.channel[exists ? first + i : i];
+#pragma unroll
+      for (int t = 0; t < kGroup; ++t) {
+        uint32_t keys[kGroup];
+#pragma unroll
+        for (int i = 0; i < kGroup; ++i)
+          keys[i] = exists ? magnitude_key(s.element[first_token + t][channel[i]], nan) : 0;
+        choose(keys);
+#pragma unroll
+        for (int i = 0; i < kGroup; ++i) ranks[t][kGroup * j + i] = rank_of(keys[i], channel[i]);
+      }
+    }
+  } else {
+#pragma unroll
+    for (int e = 0; e < kWords; ++e) {
+      int channel = 32 * e + lane;
+      bool exists = channel < HeadDim;
+      uint32_t keys[kGroup];
+#pragma unroll
+      for (int t = 0; t < kGroup; ++t) keys[t] = exists ? magnitude_key(s.element[first_token + t][channel], nan) : 0;
+      choose(keys);
+#pragma unroll
+      for (int t = 0; t < kGroup; ++t) ranks[t][e] = rank_of(keys[t], channel);
+    }
+  }
+  return beyond;
+}
+
+// The least rank that is kept of each of four tokens: of the `keep` largest, or of all nonzeros. Bit by bit.
+template <int HeadDim>
+__device__ void find_thresholds(Ranks<HeadDim> const& ranks, int keep, uint32_t (&least)[kGroup]) {
+  auto count = [&](uint32_t const (&bound)[kGroup], int (&counts)[kGroup]) {
+    uint32_t pairs[kGroup / 2] = {};
+#pragma unroll
+    for (int t = 0; t < kGroup; ++t) {
+      uint32_t n = 0;
+#pragma unroll
+      for (int e = 0; e < kMaskWords<HeadDim>; ++e) n += ranks[t][e] >= bound[t];
+      pairs[t / 2] += n << 16 * (t % 2);
+    }
+#pragma unroll
+    for (int i = 0; i < kGroup / 2; ++i) {
+      pairs[i] = __reduce_add_sync(~0u, pairs[i]);
+      counts[2 * i] = pairs[i] & 0xffff, counts[2 * i + 1] = pairs[i] >> 16;
+    }
+  };
+  int counts[kGroup], at_least[kGroup];
+#pragma unroll
+  for (int t = 0; t < kGroup; ++t) least[t] = 1;
+  if (keep == 0) return;
+  count(least, at_least);
+  bool is_done = true;
+#pragma unroll
+  for (int t = 0; t < kGroup; ++t) {
+    is_done &= at_least[t] <= keep;
+    if (at_least[t] > keep) least[t] = 0;
+  }
+#pragma unroll 1
+  for (int bit = kRankBits - 1; bit >= 0 && !is_done; --bit) {
+    uint32_t bound[kGroup];
+#pragma unroll
+    for (int t = 0; t < kGroup; ++t) bound[t] = least[t] | 1u << bit;
+    count(bound, counts);
+    is_done = true;
+#pragma unroll
+    for (int t = 0; t < kGroup; ++t) {
+      if (at_least[t] > keep && counts[t] >= keep) least[t] = bound[t], at_least[t] = counts[t];
+      is_done &= at_least[t] <= keep;
+    }
+  }
+}
+
+template <Role kRole, int HeadDim>
+__global__ void __launch_bounds__(kGroupThreads)
+    select_slots_kernel(DenseView x, bool vectors, SlotSelection p, unsigned tiles_per_head) {
+  constexpr int kWords = kMaskWords<HeadDim>;
+  extern __shared__ __align__(16) uint8_t shared[];
+  auto& s = *reinterpret_cast<SelectStorage<HeadDim>*>(shared);
+  unsigned index = blockIdx.x, head = index / tiles_per_head;
+  int64_t first_token = int64_t{index % tiles_per_head} * kTileTokens;
+  int tokens = static_cast<int>(min(int64_t{kTileTokens}, x.tokens - first_token)), lane = threadIdx.x % 32;
+  bool has_scales = p.codec_largest > 0;
+  load_rows<HeadDim>(s, x, head, first_token, tokens, vectors);
+  for (int i = threadIdx.x; i < kClasses * kWords; i += kGroupThreads) s.of_class[i / kWords][i % kWords] = 0;
+  for (int i = threadIdx.x; i < HeadDim; i += kGroupThreads) {
+    s.channel[i] = p.channel_order[head * HeadDim + i];
+    if (has_scales) s.per_channel[i] = 1 / scale_value(p.channel_scale[head * HeadDim + i]);
+  }
+  __syncthreads();
+  if constexpr (kRole == Role::kValue) {
+    for (int i = threadIdx.x; i < HeadDim; i += kGroupThreads)
+      atomicOr(&s.of_class[i % kClasses][s.channel[i] / 32], 1u << s.channel[i] % 32);
+    __syncthreads();
+  }
+
+  uint32_t nan = nan_key(x.dtype);
+  int stored = 0, beyond = 0, refused = 0;
+#pragma unroll 1
+  for (int group = threadIdx.x / 32; group < kTileTokens / kGroup; group += kGroupWarps) {
+    Ranks<HeadDim> ranks;
+    uint32_t least[kGroup], words[kGroup][kWords], own = 0;
+    beyond += find_candidates<kRole, HeadDim>(s, kGroup * group, nan, ranks);
+    find_thresholds<HeadDim>(ranks, p.keep, least);
+#pragma unroll
+    for (int t = 0; t < kGroup; ++t) {
+#pragma unroll
+      for (int e = 0; e < kWords; ++e) {
+        words[t][e] = __ballot_sync(~0u, ranks[t][e] >= least[t]);
+        own = lane == kWords * t + e ? words[t][e] : own;
+      }
+    }
+    if (lane < kGroup * kWords)
+      p.masks[(int64_t{index} * kTileTokens + kGroup * group) * kWords + lane] = own;
+    stored += lane < kGroup * kWords ? __popc(own) : 0;
+
+    int of_group = 0;
+#pragma unroll
+    for (int t = 0; t < kGroup; ++t) {
+      int n = 0;
+#pragma unroll
+      for (int e = 0; e < kWords; ++e) {
+        uint32_t of_class = lane >= kClasses ? 0
+                            : kRole == Role::kValue ? s.of_class[lane][e]
+                            : p.streams == 2        ? 0x01010101u << lane
+                            : lane < kGroup         ? 0x11111111u << lane
+                                                    : 0;
+        n += __popc(words[t][e] & of_class);
+      }
+      of_group += n;
+      if (kRole == Role::kKey && lane < kClasses)
+        p.counts[(int64_t{index} * kTileTokens + kGroup * group + t) * kClasses + lane] = static_cast<uint8_t>(n);
+    }
+    if (kRole == Role::kValue && lane < kClasses)
+      p.counts[(int64_t{index} * kTileGroups + group) * kClasses + lane] = static_cast<uint8_t>(of_group);
+    if (!has_scales) continue;
+
+    uint32_t own_largest = 0;
+#pragma unroll
+    for (int t = 0; t < kGroup; ++t) {
+      uint32_t largest = 0;
+#pragma unroll
+      for (int e = 0; e < kWords; ++e) {
+        if (ranks[t][e] < least[t]) continue;
+        uint32_t key = ranks[t][e] >> kChannelBits;
+        if (key >= nan - 1) {  // infinity or NaN
+          refused += key < nan || !p.has_nan;
+          continue;
+        }
+        float magnitude = to_float(static_cast<uint16_t>(key), x.dtype);
+        largest = max(largest, __float_as_uint(magnitude * s.per_channel[255 - (ranks[t][e] & 255)]));
+      }
+      largest = __reduce_max_sync(~0u, largest);
+      own_largest = lane == t ? largest : own_largest;
+    }
+    if (lane < kGroup)
+      p.token_scale[int64_t{index} * kTileTokens + kGroup * group + lane] =
+          token_scale(__uint_as_float(own_largest), p.codec_largest);
+  }
+  add_to(p.totals, stored);
+  add_to(p.totals + 1, refused);
+  add_to(p.totals + 2, beyond);
+}
+
+// ---- Order -----------------------------------------------------------------------------------------------------------
+
+constexpr int kOrderWarps = 4;
+
+struct OrderStorage {
+  SlotCounts counts;
+  uint8_t order[kTileTokens], group_at[kTileGroups];
+  int load[kClasses][kClasses];
+};
+
+// The pair-th number whose bit `bit` is 0.
+__device__ int without_bit(int pair, int bit) { return (pair >> bit << (bit + 1)) | (pair & ((1 << bit) - 1)); }
+
+// Whether this lane has the least change of its segment of `lanes`, of equal ones the first, and one below 0.
+__device__ bool is_best(int change, int lanes) {
+  int lane = threadIdx.x % 32, first = lane / lanes * lanes, best = change;
+  for (int step = 1; step < lanes; step *= 2) best = min(best, __shfl_xor_sync(~0u, best, step));
+  uint32_t equal = __ballot_sync(~0u, change == best) >> first;
+  return change < 0 && change == best && (equal & ((1u << (lane - first)) - 1)) == 0;
+}
+
+// As choose_group_places and choose_tokens_of_groups (format/group_order.hpp), a lane a candidate; every pair's best lane
+// makes the swap.
+__device__ void choose_group_places(OrderStorage& s, int classes) {
+  int lane = threadIdx.x % 32, places = kTileGroups / classes, candidates = places * places;
+  int pair = lane / candidates, x = lane % candidates / places, y = lane % places;
+#pragma unroll 1
+  for (int round = 0; round < kGroupRounds * (classes - 1); ++round) {
+    int pattern = round % (classes - 1) + 1;
+    int a = without_bit(pair, 31 - __clz(pattern)), b = a ^ pattern, change = 0;
+    bool is_pair = a < classes;
+    int from = a + x * classes, to = b + y * classes;
+    if (is_pair)
+      change = change_of_swap(s.counts.values[s.group_at[from]], s.counts.values[s.group_at[to]], s.load[a], s.load[b]);
+    if (is_best(change, candidates)) {
+      uint8_t of_a = s.group_at[from], of_b = s.group_at[to];
+      move_load(s.counts.values[of_a], s.counts.values[of_b], s.load[a], s.load[b]);
+      s.group_at[from] = of_b, s.group_at[to] = of_a;
+    }
+    __syncwarp();
+  }
+}
+__device__ void choose_tokens_of_groups(OrderStorage& s) {
+  constexpr int kHalves = kClasses / kFour, kCandidates = kTileGroups / kHalves;
+  int lane = threadIdx.x % 32, pair = lane / kCandidates, half = pair / 2;
+  uint8_t* of_group = s.order + kFour * (half + kHalves * (lane % kCandidates));
+#pragma unroll 1
+  for (int round = 0; round < kGroupRounds * (kFour - 1); ++round) {
+    int pattern = round % (kFour - 1) + 1, a = without_bit(pair % 2, 31 - __clz(pattern)), b = a ^ pattern;
+    int(&load_a)[kClasses] = s.load[kFour * half + a], (&load_b)[kClasses] = s.load[kFour * half + b];
+    uint8_t x = of_group[a], y = of_group[b];
+    if (is_best(change_of_swap(s.counts.keys[x], s.counts.keys[y], load_a, load_b), kCandidates)) {
+      move_load(s.counts.keys[x], s.counts.keys[y], load_a, load_b);
+      of_group[a] = y, of_group[b] = x;
+    }
+    __syncwarp();
+  }
+}
+
+__global__ void __launch_bounds__(32 * kOrderWarps)
+    order_slots_kernel(SlotOrder keys, SlotOrder values, int64_t tiles, uint8_t* token_order) {
+  __shared__ OrderStorage storage[kOrderWarps];
+  OrderStorage& s = storage[threadIdx.x / 32];
+  int lane = threadIdx.x % 32;
+  int64_t tile = int64_t{blockIdx.x} * kOrderWarps + threadIdx.x / 32;
+  if (tile >= tiles) return;
+  auto load_counts = [&](uint8_t* to, uint8_t const* from, int count) {
+    for (int i = lane; i < count / 4; i += 32)
+      reinterpret_cast<uint32_t*>(to)[i] = reinterpret_cast<uint32_t const*>(from)[i];
+  };
+  if (keys.counts) load_counts(s.counts.keys[0], keys.counts + tile * sizeof(s.counts.keys), sizeof(s.counts.keys));
+  if (values.counts)
+    load_counts(s.counts.values[0], values.counts + tile * sizeof(s.counts.values), sizeof(s.counts.values));
+  if (lane < kTileGroups) s.group_at[lane] = static_cast<uint8_t>(lane);
+  __syncwarp();
+  // load_of(row of loads, class)
+  auto sum_loads = [&](auto&& load_of) {
+    for (int i = lane; i < kClasses * kClasses; i += 32) s.load[i / kClasses][i % kClasses] = load_of(i / kClasses, i % kClasses);
+    __syncwarp();
+  };
+  auto longest = [&] {
+    int most = 0;
+    for (int i = lane; i < kClasses * kClasses; i += 32) most = max(most, s.load[i / kClasses][i % kClasses]);
+    most = __reduce_max_sync(~0u, most);
+    __syncwarp();
+    return most;
+  };
+  if (values.counts) {
+    int classes = slot_classes(values.streams);
+    sum_loads([&](int column, int c) {
+      int load = 0;
+      for (int q = column; column < classes && q < kTileGroups; q += classes) load += s.counts.values[q][c];
+      return load;
+    });
+    choose_group_places(s, classes);
+    int most = longest();
+    if (lane == 0) values.longest[tile] = most;
+  }
+  for (int p = lane; p < kTileTokens; p += 32)
+    s.order[p] = static_cast<uint8_t>(kFour * s.group_at[p / kFour] + p % kFour);
+  __syncwarp();
+  if (keys.counts) {
+    sum_loads([&](int row, int c) {
+      int load = 0;
+      for (int p = row; p < kTileTokens; p += kClasses) load += s.counts.keys[s.order[p]][c];
+      return load;
+    });
+    choose_tokens_of_groups(s);
+    int most = longest();
+    if (lane == 0) keys.longest[tile] = most;
+  }
+  if (lane < kTileTokens / 4)
+    reinterpret_cast<uint32_t*>(token_order + tile * kTileTokens)[lane] = reinterpret_cast<uint32_t const*>(s.order)[lane];
+}
+
+// ---- Blocks ----------------------------------------------------------------------------------------------------------
+
+// Where a lane's group is.
+template <int HeadDim>
+struct RolePlace {
+  bool is_key;
+  int token, channel;  // positions of its first element
+
+  __device__ RolePlace(bool is_key, int lane, int group) : is_key(is_key) {
+    int first = is_key ? Tile::element_layout<Role::kKey, HeadDim>()(lane, kGroup * group)
+                       : Tile::element_layout<Role::kValue, HeadDim>()(lane, kGroup * group);
+    token = first / HeadDim, channel = first % HeadDim;
+  }
+  __device__ int token_of(int i) const { return is_key ? token : token + i; }
+  __device__ int channel_of(int i) const { return is_key ? channel + i : channel; }
+};
+
+// Bits of a bitmap word that are of its first `atoms` atoms.
+template <class Codec>
+__device__ uint32_t bits_of_atoms(int atoms) {
+  constexpr int kAtomSlots = kKept * Tile::kAtomGroups;
+  auto first = [](int atoms) constexpr {
+    uint32_t bits = 0;
+    for (int slot = 0; slot < kAtomSlots * atoms; ++slot) bits |= 1u << Tile::bitmap_bit<Codec>(slot);
+    return bits;
+  };
+  constexpr uint32_t k1 = first(1), k2 = first(2), k3 = first(3);
+  return atoms == 0 ? 0 : atoms == 1 ? k1 : atoms == 2 ? k2 : k3;
+}
+
+// The rank of an atom's first value in its lane's stream. word(i): of the lane.
+template <class Codec, class Word>
+__device__ int first_rank(int atom, Word&& word) {
+  int rank = __popc(word(atom / 4) & bits_of_atoms<Codec>(atom % 4));
+  for (int i = 0; i < atom / 4; ++i) rank += __popc(word(i));
+  return rank;
+}
+
+template <int HeadDim>
+struct SlotPackStorage : DenseRows<HeadDim> {
+  uint32_t masks[kTileTokens][kMaskWords<HeadDim>];
+  uint8_t token[kTileTokens];                            // by position
+  float per_channel[HeadDim], per_token[kTileTokens];    // by position
+  uint32_t bitmap[Tile::bitmap_rows(HeadDim)][kLanes];
+  alignas(16) uint8_t codes[Tile::lane_slots(HeadDim)][kLanes];  // by rank
+};
+
+template <int HeadDim, class Codec>
+__global__ void __launch_bounds__(kGroupThreads)
+    pack_slots_kernel(DenseView x, bool vectors, uint32_t const* masks, uint16_t const* token_scale,
+                      int64_t const* totals, int64_t capacity, SparseView view) {
+  using Packed = Tile::Packed<Codec>;
+  constexpr int kAtoms = kWarpAtoms<HeadDim>, kWords = kMaskWords<HeadDim>, kAtomSlots = kKept * Tile::kAtomGroups;
+  extern __shared__ __align__(16) uint8_t shared[];
+  auto& s = *reinterpret_cast<SlotPackStorage<HeadDim>*>(shared);
+  if (*totals > capacity) return;
+  TileLocation tile(view);
+  bool is_key = view.role == Role::kKey;
+  int lane = threadIdx.x % 32, first_atom = threadIdx.x / 32 * kAtoms;
+  int value_rows = tile.rows - Tile::first_value_row<Codec>(HeadDim);
+  load_rows<HeadDim>(s, x, tile.head, tile.first_token, tile.tokens, vectors);
+  for (int i = threadIdx.x; i < kTileTokens * kWords; i += kGroupThreads)
+    s.masks[0][i] = masks[tile.index * kTileTokens * kWords + i];
+  for (int i = threadIdx.x; i < Tile::bitmap_rows(HeadDim) * kLanes; i += kGroupThreads) s.bitmap[0][i] = 0;
+  for (int i = threadIdx.x; i < min(Tile::lane_slots(HeadDim), value_rows * Codec::kWordValues) * kLanes / 16;
+       i += kGroupThreads)
+    reinterpret_cast<uint4*>(s.codes)[i] = make_uint4(0, 0, 0, 0);
+  for (int i = threadIdx.x; i < HeadDim; i += kGroupThreads) {
+    s.channel[i] = view.channel_order[tile.head * HeadDim + i];
+    s.per_channel[i] = 1 / scale_value(view.channel_scale[tile.head * HeadDim + i]);
+  }
+  for (int p = threadIdx.x; p < kTileTokens; p += kGroupThreads) {
+    s.token[p] = view.token_order[tile.index * kTileTokens + p];
+    uint16_t scale = token_scale[tile.index * kTileTokens + s.token[p]];
+    s.per_token[p] = 1 / scale_value(scale);
+    reinterpret_cast<uint16_t*>(tile.block + Tile::scale_row(HeadDim) * kLanes)[scale_index(p)] = scale;
+  }
+  __syncthreads();
+
+  uint32_t nan = nan_key(view.dtype), present[kAtoms], codes[kAtoms][kAtomSlots / 4];
+#pragma unroll
+  for (int a = 0; a < kAtoms; ++a) {
+    uint32_t metadata[2] = {}, bits = 0;  // metadata of groups 0 to 3 of the atom, and of 4 to 7
+    present[a] = codes[a][0] = codes[a][1] = 0;
+#pragma unroll
+    for (int r = 0; r < Tile::kAtomGroups; ++r) {
+      RolePlace<HeadDim> place(is_key, lane, Tile::kAtomGroups * (first_atom + a) + r);
+      uint32_t element[kGroup], keys[kGroup];
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) {
+        int token = s.token[place.token_of(i)], position = place.channel_of(i), channel = s.channel[position];
+        uint32_t mask = is_key ? s.masks[token][position / 128 * kGroup + i] >> position / kGroup % 32
+                               : s.masks[token][channel / 32] >> channel % 32;
+        element[i] = s.element[token][channel];
+        keys[i] = mask & 1 ? magnitude_key(static_cast<uint16_t>(element[i]), nan) : 0;
+      }
+      uint32_t two = two_largest(keys);
+      metadata[r / 2] |= two << (4 * (lane % 4) + 16 * (r % 2));
+#pragma unroll
+      for (int i = 0; i < kKept; ++i) {
+        int at = two >> (2 * i) & 3, slot = kKept * r + i;
+        uint32_t value = at & 2 ? (at & 1 ? element[3] : element[2]) : (at & 1 ? element[1] : element[0]);
+        uint32_t key = at & 2 ? (at & 1 ? keys[3] : keys[2]) : (at & 1 ? keys[1] : keys[0]);
+        if (!key) continue;
+        float scaled = scaled_down(to_float(static_cast<uint16_t>(value), view.dtype),
+                                   s.per_channel[place.channel_of(at)], s.per_token[place.token_of(at)]);
+        codes[a][slot / 4] |= Codec::encode(scaled) << 8 * (slot % 4);
+        present[a] |= 1u << slot;
+        bits |= 1u << Tile::bitmap_bit<Codec>(slot);
+      }
+    }
+    int atom = first_atom + a;
+    // An atom's bits lie as those of the word's first one, so many further on.
+    atomicOr(&s.bitmap[atom / 4][lane], bits << Tile::bitmap_bit<Codec>(kAtomSlots * (atom % 4)));
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      metadata[half] |= __shfl_xor_sync(~0u, metadata[half], 1);
+      metadata[half] |= __shfl_xor_sync(~0u, metadata[half], 2);
+    }
+    if (lane % 4 / 2 == atom % 2) tile.block[atom / 2 * kLanes + lane] = lane % 2 ? metadata[1] : metadata[0];
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < Tile::bitmap_rows(HeadDim) * kLanes; i += kGroupThreads)
+    tile.block[Tile::metadata_rows(HeadDim) * kLanes + i] = s.bitmap[0][i];
+#pragma unroll
+  for (int a = 0; a < kAtoms; ++a) {
+    int rank = first_rank<Codec>(first_atom + a, [&](int i) { return s.bitmap[i][lane]; });
+#pragma unroll
+    for (int slot = 0; slot < kAtomSlots; ++slot)
+      if (present[a] >> slot & 1) s.codes[rank++][lane] = static_cast<uint8_t>(codes[a][slot / 4] >> 8 * (slot % 4));
+  }
+  __syncthreads();
+  uint32_t* values = tile.block + Tile::first_value_row<Codec>(HeadDim) * kLanes;
+  for (int row = threadIdx.x / 32; row < value_rows; row += kGroupWarps) {
+    uint32_t word = 0;
+#pragma unroll
+    for (int i = 0; i < Packed::kWordValues; ++i)
+      word |= uint32_t{s.codes[row * Packed::kWordValues + i][lane]} << Packed::kValueBits * i;
+    values[row * kLanes + lane] = word;
+  }
+}
+
+template <int HeadDim, class Codec>
+__global__ void __launch_bounds__(kGroupThreads) unpack_slots_kernel(SparseView view, uint16_t* out) {
+  using Packed = Tile::Packed<Codec>;
+  constexpr int kAtoms = kWarpAtoms<HeadDim>, kAtomSlots = kKept * Tile::kAtomGroups;
+  constexpr int kVectors = (HeadDim + 8) / kGroupVectorValues;
+  extern __shared__ __align__(16) uint8_t shared[];
+  auto& s = *reinterpret_cast<DenseRows<HeadDim>*>(shared);
+  TileLocation tile(view);
+  bool is_key = view.role == Role::kKey;
+  int lane = threadIdx.x % 32, first_atom = threadIdx.x / 32 * kAtoms;
+  for (int i = threadIdx.x; i < kTileTokens * kVectors; i += kGroupThreads)
+    reinterpret_cast<uint4*>(s.element)[i] = make_uint4(0, 0, 0, 0);
+  for (int i = threadIdx.x; i < HeadDim; i += kGroupThreads) s.channel[i] = view.channel_order[tile.head * HeadDim + i];
+  __syncthreads();
+  uint32_t const* values = tile.block + Tile::first_value_row<Codec>(HeadDim) * kLanes + lane;
+  uint32_t const* bitmap = tile.block + Tile::metadata_rows(HeadDim) * kLanes + lane;
+  uint8_t const* token_order = view.token_order + tile.index * kTileTokens;
+  auto word_of = [&](int i) { return __ldg(bitmap + i * kLanes); };
+#pragma unroll 1
+  for (int atom = first_atom; atom < first_atom + kAtoms; ++atom) {
+    uint32_t bits = word_of(atom / 4) >> Tile::bitmap_bit<Codec>(kAtomSlots * (atom % 4));
+    int rank = first_rank<Codec>(atom, word_of);
+#pragma unroll
+    for (int r = 0; r < Tile::kAtomGroups; ++r) {
+      RolePlace<HeadDim> place(is_key, lane, Tile::kAtomGroups * atom + r);
+      int metadata_lane = lane / 4 * 4 + 2 * (atom % 2) + r / 2;  // as in the kernel above
+      uint32_t kept = __ldg(tile.block + atom / 2 * kLanes + metadata_lane) >> (4 * (lane % 4) + 16 * (r % 2));
+#pragma unroll
+      for (int i = 0; i < kKept; ++i) {
+        if (!(bits >> Tile::bitmap_bit<Codec>(kKept * r + i) & 1)) continue;
+        int at = kept >> (2 * i) & 3, token = place.token_of(at), channel = place.channel_of(at);
+        uint32_t code = Packed::extract(__ldg(values + Packed::value_row(0, rank) * kLanes), 0, rank);
+        ++rank;
+        float of_token = scale_value(view.token_scales(tile.block)[scale_index(token)]);
+        float of_channel = scale_value(view.channel_scale[tile.head * HeadDim + channel]);
+        s.element[token_order[token]][s.channel[channel]] =
+            rounded_bits(scaled_up(Codec::number(code), of_token, of_channel, view.dtype), view.dtype);
+      }
+    }
+  }
+  __syncthreads();
+  store_rows<HeadDim>(s, tile, view, out);
+}
+
+}  // namespace
+
+SlotScratch slot_scratch(Role role, int padded_head_dim) {
+  SlotScratch scratch{};
+  visit_head_dim(padded_head_dim, [&](auto head_dim) { scratch.mask_words = kTileTokens * kMaskWords<head_dim()>; });
+  scratch.count_bytes = role == Role::kKey ? sizeof(SlotCounts::keys) : sizeof(SlotCounts::values);
+  return scratch;
+}
+
+void select_slots(DenseView const& x, Role role, CodecId codec, SlotSelection selection, cudaStream_t stream) {
+  visit_narrow_codec(codec, [&](auto of) {
+    using Codec = decltype(of);
+    selection.streams = Tile::Packed<Codec>::kStreams;
+    selection.codec_largest = Codec::kLargest;
+    selection.has_nan = Codec::kHasNan;
+  });
+  unsigned tiles_per_head = static_cast<unsigned>((x.tokens + kTileTokens - 1) / kTileTokens);
+  visit_head_dim(padded_head_dim(x.head_dim), [&](auto head_dim) {
+    auto* kernel = role == Role::kKey ? select_slots_kernel<Role::kKey, head_dim()>
+                                      : select_slots_kernel<Role::kValue, head_dim()>;
+    launch_tiles(kernel, int64_t{x.batch} * x.kv_heads * tiles_per_head, kGroupThreads,
+                 sizeof(SelectStorage<head_dim()>), stream, "launch of select_slots", x, x.has_vectors(), selection,
+                 tiles_per_head);
+  });
+}
+
+void order_slots(SlotOrder keys, CodecId key_codec, SlotOrder values, CodecId value_codec, int64_t tiles,
+                 uint8_t* token_order, cudaStream_t stream) {
+  auto streams = [](CodecId id) {
+    return visit_codec(id, [](auto codec) { return Tile::Packed<decltype(codec)>::kStreams; });
+  };
+  keys.streams = streams(key_codec), values.streams = streams(value_codec);
+  launch_tiles(order_slots_kernel, (tiles + kOrderWarps - 1) / kOrderWarps, 32 * kOrderWarps, 0, stream,
+               "launch of order_slots", keys, values, tiles, token_order);
+}
+
+void pack_slots(DenseView const& x, uint32_t const* masks, uint16_t const* token_scale, int64_t const* totals,
+                int64_t capacity, SparseView const& view, cudaStream_t stream) {
+  check_tile_format(view, Tile::kId, "pack_slots");
+  visit_narrow_codec(view.codec, [&](auto codec) {
+    visit_head_dim(view.padded_head_dim, [&](auto head_dim) {
+      launch_tiles(pack_slots_kernel<head_dim(), decltype(codec)>, view.tiles(), kGroupThreads,
+                   sizeof(SlotPackStorage<head_dim()>), stream, "launch of pack_slots", x, x.has_vectors(), masks,
+                   token_scale, totals, capacity, view);
+    });
+  });
+}
+
+void unpack_slots(SparseView const& view, void* out, cudaStream_t stream) {
+  check_tile_format(view, Tile::kId, "unpack_slots");
+  visit_narrow_codec(view.codec, [&](auto codec) {
+    visit_head_dim(view.padded_head_dim, [&](auto head_dim) {
+      launch_tiles(unpack_slots_kernel<head_dim(), decltype(codec)>, view.tiles(), kGroupThreads,
+                   sizeof(DenseRows<head_dim()>), stream, "launch of decompress", view, static_cast<uint16_t*>(out));
+    });
+  });
+}
+
+}  // namespace cute_kernels::compress
