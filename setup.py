@@ -124,7 +124,9 @@ def compilations(root: Path, source: Path) -> list[tuple[str, list[str]]]:
             (f"{name}.d{d}", [*flags, f"-D{HEAD_DIM_MACRO}={d}"]) for name, flags in found for d in head_dims(root)
         ]
     if CODECS_MACRO in text:
-        found = [(f"{name}.{c}", [*flags, f"-D{CODECS_MACRO}={c}"]) for name, flags in found for c in codecs(root, source)]
+        found = [
+            (f"{name}.{c}", [*flags, f"-D{CODECS_MACRO}={c}"]) for name, flags in found for c in codecs(root, source)
+        ]
     return [(f"{name}.o", flags) for name, flags in found]
 
 

@@ -159,10 +159,11 @@ void bind_cpu(py::module_& m) {
       "Instruction set of the kernels: \"avx512\", \"avx2\" or \"scalar\"; CUTE_KERNELS_CPU_ISA picks a lower one");
   c.def("select", &select, Unlocked(), "x"_a, "strides"_a, "batch"_a, "kv_heads"_a, "tokens"_a, "head_dim"_a, "dtype"_a,
         "keep"_a, "masks"_a, "counts"_a, "pruned"_a, "threads"_a);
-  c.def("select_two_of_four", &select_two_of_four, Unlocked(), "x"_a, "strides"_a, "batch"_a, "kv_heads"_a, "tokens"_a,
-        "head_dim"_a, "dtype"_a, "role"_a, "channel_order"_a, "keep"_a, "masks"_a, "threads"_a,
-        "Masks of the two largest of every four neighbours; returns how many nonzeros they leave out. keep: of these the "
-        "largest of a token; 0: all");
+  c.def(
+      "select_two_of_four", &select_two_of_four, Unlocked(), "x"_a, "strides"_a, "batch"_a, "kv_heads"_a, "tokens"_a,
+      "head_dim"_a, "dtype"_a, "role"_a, "channel_order"_a, "keep"_a, "masks"_a, "threads"_a,
+      "Masks of the two largest of every four neighbours; returns how many nonzeros they leave out. keep: of these the "
+      "largest of a token; 0: all");
   c.def("channel_scales", &channel_scales, Unlocked(), "x"_a, "strides"_a, "batch"_a, "kv_heads"_a, "tokens"_a,
         "head_dim"_a, "dtype"_a, "scales"_a, "threads"_a, "bf16 of a narrow codec, by channel, from the first tokens");
   c.def("token_scales", &token_scales, Unlocked(), "x"_a, "strides"_a, "batch"_a, "kv_heads"_a, "tokens"_a,

@@ -69,7 +69,8 @@ void offsets(uintptr_t longest, int64_t tiles, uintptr_t counts, int heads, int 
              uintptr_t row_offsets, uintptr_t totals, uintptr_t stream) {
   compress::offsets(to_pointer<int32_t>(longest), tiles, to_pointer<int32_t>(counts), heads,
                     format::padded_head_dim(head_dim), static_cast<format::CodecId>(codec),
-                    static_cast<format::TileFormatId>(tile_format), to_pointer<int32_t>(row_offsets), to_pointer<int64_t>(totals), stream_of(stream));
+                    static_cast<format::TileFormatId>(tile_format), to_pointer<int32_t>(row_offsets),
+                    to_pointer<int64_t>(totals), stream_of(stream));
 }
 
 void pack(uintptr_t x, Strides const& strides, uintptr_t masks, uintptr_t token_scales, int keep, uintptr_t totals,
@@ -94,9 +95,10 @@ std::pair<int, int> slot_scratch(int role, int head_dim) {
 void select_slots(uintptr_t x, Strides const& strides, int batch, int kv_heads, int64_t tokens, int head_dim, int dtype,
                   int role, int codec, int keep, uintptr_t channel_order, uintptr_t channel_scales, uintptr_t masks,
                   uintptr_t counts, uintptr_t token_scales, uintptr_t totals, uintptr_t stream) {
-  compress::SlotSelection selection{to_pointer<uint8_t>(channel_order), to_pointer<uint16_t>(channel_scales), keep,
-                                    to_pointer<uint32_t>(masks),        to_pointer<uint8_t>(counts),
-                                    to_pointer<uint16_t>(token_scales), to_pointer<int64_t>(totals)};
+  compress::SlotSelection selection{
+      to_pointer<uint8_t>(channel_order), to_pointer<uint16_t>(channel_scales), keep,
+      to_pointer<uint32_t>(masks),        to_pointer<uint8_t>(counts),          to_pointer<uint16_t>(token_scales),
+      to_pointer<int64_t>(totals)};
   compress::select_slots(dense_view(x, strides, batch, kv_heads, tokens, head_dim, dtype),
                          static_cast<format::Role>(role), static_cast<format::CodecId>(codec), selection,
                          stream_of(stream));
@@ -104,11 +106,10 @@ void select_slots(uintptr_t x, Strides const& strides, int batch, int kv_heads, 
 
 void order_slots(uintptr_t key_counts, int key_codec, uintptr_t key_longest, uintptr_t value_counts, int value_codec,
                  uintptr_t value_longest, int64_t tiles, uintptr_t token_order, uintptr_t stream) {
-  compress::order_slots({to_pointer<uint8_t>(key_counts), to_pointer<int32_t>(key_longest)},
-                        static_cast<format::CodecId>(key_codec),
-                        {to_pointer<uint8_t>(value_counts), to_pointer<int32_t>(value_longest)},
-                        static_cast<format::CodecId>(value_codec), tiles, to_pointer<uint8_t>(token_order),
-                        stream_of(stream));
+  compress::order_slots(
+      {to_pointer<uint8_t>(key_counts), to_pointer<int32_t>(key_longest)}, static_cast<format::CodecId>(key_codec),
+      {to_pointer<uint8_t>(value_counts), to_pointer<int32_t>(value_longest)},
+      static_cast<format::CodecId>(value_codec), tiles, to_pointer<uint8_t>(token_order), stream_of(stream));
 }
 
 void pack_slots(uintptr_t x, Strides const& strides, uintptr_t masks, uintptr_t token_scales, uintptr_t totals,
@@ -229,8 +230,8 @@ void bind_cuda(py::module_& m) {
            "tokens"_a, "head_dim"_a, "token_order"_a, "longest"_a, "longest2"_a, "stream"_a);
   cuda.def("deal", &deal, "counts"_a, "heads"_a, "head_dim"_a, "channel_order"_a, "from_scale"_a, "to_scale"_a,
            "stream"_a, "scales of channels: by channel and by position, or 0");
-  cuda.def("offsets", &offsets, "longest"_a, "tiles"_a, "counts"_a, "heads"_a, "head_dim"_a, "codec"_a,
-           "tile_format"_a, "row_offsets"_a, "totals"_a, "stream"_a);
+  cuda.def("offsets", &offsets, "longest"_a, "tiles"_a, "counts"_a, "heads"_a, "head_dim"_a, "codec"_a, "tile_format"_a,
+           "row_offsets"_a, "totals"_a, "stream"_a);
   cuda.def("pack", &pack, "x"_a, "strides"_a, "masks"_a, "token_scales"_a, "keep"_a, "totals"_a, "capacity"_a, "view"_a,
            "stream"_a);
   cuda.def("pack_two_of_four", &pack_two_of_four, "x"_a, "strides"_a, "totals"_a, "counts_lost"_a, "view"_a, "stream"_a,

@@ -228,8 +228,7 @@ void bind_format(py::module_& m) {
   f.attr("DTYPES") = dtype_numbers();
   f.attr("CODECS") = codec_numbers();
   py::dict tile_formats;
-  for (TileFormatId id : kTileFormats)
-    tile_formats[format::tile_format_name(id)] = static_cast<int>(id);
+  for (TileFormatId id : kTileFormats) tile_formats[format::tile_format_name(id)] = static_cast<int>(id);
   f.attr("TILE_FORMATS") = tile_formats;
   f.attr("TILE_TOKENS") = format::kTileTokens;
   f.attr("LANES") = format::kLanes;
@@ -312,8 +311,8 @@ void bind_format(py::module_& m) {
       [](int group, int index, int codec) { return two_of_four_place(group, index, to_codec(codec)); }, "group"_a,
       "index"_a, "codec"_a, "The value row and lowest bit of a lane's value: the first or second of a group");
   f.def(
-      "slot_place", [](int group, int index, int codec) { return slot_place(group, index, to_codec(codec)); }, "group"_a,
-      "index"_a, "codec"_a,
+      "slot_place", [](int group, int index, int codec) { return slot_place(group, index, to_codec(codec)); },
+      "group"_a, "index"_a, "codec"_a,
       "Of a lane's slot in the tile format two_of_four_bitmap: its stream, the row and the bit in the bitmap");
   f.def(
       "stream_of",

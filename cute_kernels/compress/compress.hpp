@@ -113,8 +113,8 @@ struct SlotSelection {
   uint32_t* masks;                // (heads * tiles, mask_words)
   uint8_t* counts;                // (heads * tiles, count_bytes), as in format::SlotCounts
   uint16_t* token_scale;          // (heads * tiles * 64), by token
-  int64_t* totals;                // are added to: values stored, those that the codec cannot store, nonzeros beyond two of four
-  int streams = 0;                // these are filled in
+  int64_t* totals;  // are added to: values stored, those that the codec cannot store, nonzeros beyond two of four
+  int streams = 0;  // these are filled in
   float codec_largest = 0;
   bool has_nan = false;
 };
@@ -133,7 +133,7 @@ void pack_slots(DenseView const& x, uint32_t const* masks, uint16_t const* token
                 int64_t capacity, format::SparseView const& view, cudaStream_t stream);
 
 void decompress(format::SparseView const& view, void* out, cudaStream_t stream);
-void unpack_slots(format::SparseView const& view, void* out, cudaStream_t stream);  // the same, of that format
+void unpack_slots(format::SparseView const& view, void* out, cudaStream_t stream);        // the same, of that format
 void unpack_two_of_four(format::SparseView const& view, void* out, cudaStream_t stream);  // decompress, of that format
 
 }  // namespace cute_kernels::compress

@@ -67,8 +67,8 @@ struct RowsOfTile {
 // A CTA computes the offsets of 1024 tiles and adds up all tiles before them itself: reading those few bytes again
 // costs less than waiting for other CTAs. The last one has then seen all tiles and writes the totals.
 __global__ void __launch_bounds__(kThreads)
-    offsets_kernel(int32_t const* longest, int64_t tiles, RowsOfTile rows_of, int32_t const* counts,
-                   int64_t channels, int32_t* row_offsets, int64_t* totals) {
+    offsets_kernel(int32_t const* longest, int64_t tiles, RowsOfTile rows_of, int32_t const* counts, int64_t channels,
+                   int32_t* row_offsets, int64_t* totals) {
   __shared__ int64_t scratch[kWarps];
   int64_t first = int64_t{blockIdx.x} * kThreads, tile = first + threadIdx.x;
   int64_t before = 0;

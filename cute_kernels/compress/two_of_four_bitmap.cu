@@ -11,7 +11,7 @@ namespace {
 
 using Tile = TwoOfFourBitmapTile;
 
-constexpr int kGroup = Tile::kGroup, kKept = Tile::kKept;
+constexpr int kGroup = Tile::kGroup, kKept = Tile::kKept, kAtomSlots = kKept * Tile::kAtomGroups;
 
 // f(codec) with a narrow one.
 template <class F>
@@ -34,7 +34,7 @@ constexpr int kMaskWords = HeadDim / 32 < kGroup ? kGroup : HeadDim / 32;
 
 template <int HeadDim>
 struct SelectStorage : DenseRows<HeadDim> {
-  float per_channel[HeadDim];  // by channel
+  float per_channel[HeadDim];                        // by channel
   uint32_t of_class[kClasses][kMaskWords<HeadDim>];  // channels of values
 };
 
@@ -96,7 +96,7 @@ __device__ int find_candidates(SelectStorage<HeadDim> const& s, int first_token,
 // The least rank that is kept of each of four tokens: of the `keep` largest, or of all nonzeros. Bit by bit.
 template <int HeadDim>
 __device__ void find_thresholds(Ranks<HeadDim> const& ranks, int keep, uint32_t (&least)[kGroup]) {
-  auto count = [&](uint32_t const (&bound)[kGroup], int (&counts)[kGroup]) {
+  auto count = [&](uint32_t const(&bound)[kGroup], int (&counts)[kGroup]) {
     uint32_t pairs[kGroup / 2] = {};
 #pragma unroll
     for (int t = 0; t < kGroup; ++t) {
@@ -176,8 +176,7 @@ __global__ void __launch_bounds__(kGroupThreads)
         own = lane == kWords * t + e ? words[t][e] : own;
       }
     }
-    if (lane < kGroup * kWords)
-      p.masks[(int64_t{index} * kTileTokens + kGroup * group) * kWords + lane] = own;
+    if (lane < kGroup * kWords) p.masks[(int64_t{index} * kTileTokens + kGroup * group) * kWords + lane] = own;
     stored += lane < kGroup * kWords ? __popc(own) : 0;
 
     int of_group = 0;
@@ -186,7 +185,7 @@ __global__ void __launch_bounds__(kGroupThreads)
       int n = 0;
 #pragma unroll
       for (int e = 0; e < kWords; ++e) {
-        uint32_t of_class = lane >= kClasses ? 0
+        uint32_t of_class = lane >= kClasses        ? 0
                             : kRole == Role::kValue ? s.of_class[lane][e]
                             : p.streams == 2        ? 0x01010101u << lane
                             : lane < kGroup         ? 0x11111111u << lane
@@ -277,7 +276,7 @@ __device__ void choose_tokens_of_groups(OrderStorage& s) {
 #pragma unroll 1
   for (int round = 0; round < kGroupRounds * (kFour - 1); ++round) {
     int pattern = round % (kFour - 1) + 1, a = without_bit(pair % 2, 31 - __clz(pattern)), b = a ^ pattern;
-    int(&load_a)[kClasses] = s.load[kFour * half + a], (&load_b)[kClasses] = s.load[kFour * half + b];
+    int (&load_a)[kClasses] = s.load[kFour * half + a], (&load_b)[kClasses] = s.load[kFour * half + b];
     uint8_t x = of_group[a], y = of_group[b];
     if (is_best(change_of_swap(s.counts.keys[x], s.counts.keys[y], load_a, load_b), kCandidates)) {
       move_load(s.counts.keys[x], s.counts.keys[y], load_a, load_b);
@@ -305,7 +304,8 @@ __global__ void __launch_bounds__(32 * kOrderWarps)
   __syncwarp();
   // load_of(row of loads, class)
   auto sum_loads = [&](auto&& load_of) {
-    for (int i = lane; i < kClasses * kClasses; i += 32) s.load[i / kClasses][i % kClasses] = load_of(i / kClasses, i % kClasses);
+    for (int i = lane; i < kClasses * kClasses; i += 32)
+      s.load[i / kClasses][i % kClasses] = load_of(i / kClasses, i % kClasses);
     __syncwarp();
   };
   auto longest = [&] {
@@ -340,7 +340,8 @@ __global__ void __launch_bounds__(32 * kOrderWarps)
     if (lane == 0) keys.longest[tile] = most;
   }
   if (lane < kTileTokens / 4)
-    reinterpret_cast<uint32_t*>(token_order + tile * kTileTokens)[lane] = reinterpret_cast<uint32_t const*>(s.order)[lane];
+    reinterpret_cast<uint32_t*>(token_order + tile * kTileTokens)[lane] =
+        reinterpret_cast<uint32_t const*>(s.order)[lane];
 }
 
 // ---- Blocks ----------------------------------------------------------------------------------------------------------
@@ -363,7 +364,6 @@ struct RolePlace {
 // Bits of a bitmap word that are of its first `atoms` atoms.
 template <class Codec>
 __device__ uint32_t bits_of_atoms(int atoms) {
-  constexpr int kAtomSlots = kKept * Tile::kAtomGroups;
   auto first = [](int atoms) constexpr {
     uint32_t bits = 0;
     for (int slot = 0; slot < kAtomSlots * atoms; ++slot) bits |= 1u << Tile::bitmap_bit<Codec>(slot);
@@ -384,10 +384,11 @@ __device__ int first_rank(int atom, Word&& word) {
 template <int HeadDim>
 struct SlotPackStorage : DenseRows<HeadDim> {
   uint32_t masks[kTileTokens][kMaskWords<HeadDim>];
-  uint8_t token[kTileTokens];                            // by position
-  float per_channel[HeadDim], per_token[kTileTokens];    // by position
+  uint8_t token[kTileTokens];                          // by position
+  float per_channel[HeadDim], per_token[kTileTokens];  // by position
   uint32_t bitmap[Tile::bitmap_rows(HeadDim)][kLanes];
-  alignas(16) uint8_t codes[Tile::lane_slots(HeadDim)][kLanes];  // by rank
+  uint2 atoms[Tile::lane_slots(HeadDim) / kAtomSlots][kLanes];   // codes of an atom's slots, a byte each
+  alignas(16) uint8_t codes[Tile::lane_slots(HeadDim)][kLanes];  // those that are stored, by rank
 };
 
 template <int HeadDim, class Codec>
@@ -395,7 +396,7 @@ __global__ void __launch_bounds__(kGroupThreads)
     pack_slots_kernel(DenseView x, bool vectors, uint32_t const* masks, uint16_t const* token_scale,
                       int64_t const* totals, int64_t capacity, SparseView view) {
   using Packed = Tile::Packed<Codec>;
-  constexpr int kAtoms = kWarpAtoms<HeadDim>, kWords = kMaskWords<HeadDim>, kAtomSlots = kKept * Tile::kAtomGroups;
+  constexpr int kAtoms = kWarpAtoms<HeadDim>, kWords = kMaskWords<HeadDim>;
   extern __shared__ __align__(16) uint8_t shared[];
   auto& s = *reinterpret_cast<SlotPackStorage<HeadDim>*>(shared);
   if (*totals > capacity) return;
@@ -422,14 +423,13 @@ __global__ void __launch_bounds__(kGroupThreads)
   }
   __syncthreads();
 
-  uint32_t nan = nan_key(view.dtype), present[kAtoms], codes[kAtoms][kAtomSlots / 4];
-#pragma unroll
-  for (int a = 0; a < kAtoms; ++a) {
-    uint32_t metadata[2] = {}, bits = 0;  // metadata of groups 0 to 3 of the atom, and of 4 to 7
-    present[a] = codes[a][0] = codes[a][1] = 0;
+  uint32_t nan = nan_key(view.dtype);
+#pragma unroll 1
+  for (int atom = first_atom; atom < first_atom + kAtoms; ++atom) {
+    uint32_t metadata[2] = {}, codes[2] = {}, bits = 0;  // metadata of groups 0 to 3 of the atom, and of 4 to 7
 #pragma unroll
     for (int r = 0; r < Tile::kAtomGroups; ++r) {
-      RolePlace<HeadDim> place(is_key, lane, Tile::kAtomGroups * (first_atom + a) + r);
+      RolePlace<HeadDim> place(is_key, lane, Tile::kAtomGroups * atom + r);
       uint32_t element[kGroup], keys[kGroup];
 #pragma unroll
       for (int i = 0; i < kGroup; ++i) {
@@ -449,12 +449,11 @@ __global__ void __launch_bounds__(kGroupThreads)
         if (!key) continue;
         float scaled = scaled_down(to_float(static_cast<uint16_t>(value), view.dtype),
                                    s.per_channel[place.channel_of(at)], s.per_token[place.token_of(at)]);
-        codes[a][slot / 4] |= Codec::encode(scaled) << 8 * (slot % 4);
-        present[a] |= 1u << slot;
+        codes[slot / 4] |= Codec::encode(scaled) << 8 * (slot % 4);
         bits |= 1u << Tile::bitmap_bit<Codec>(slot);
       }
     }
-    int atom = first_atom + a;
+    s.atoms[atom][lane] = make_uint2(codes[0], codes[1]);
     // An atom's bits lie as those of the word's first one, so many further on.
     atomicOr(&s.bitmap[atom / 4][lane], bits << Tile::bitmap_bit<Codec>(kAtomSlots * (atom % 4)));
 #pragma unroll
@@ -467,12 +466,15 @@ __global__ void __launch_bounds__(kGroupThreads)
   __syncthreads();
   for (int i = threadIdx.x; i < Tile::bitmap_rows(HeadDim) * kLanes; i += kGroupThreads)
     tile.block[Tile::metadata_rows(HeadDim) * kLanes + i] = s.bitmap[0][i];
-#pragma unroll
-  for (int a = 0; a < kAtoms; ++a) {
-    int rank = first_rank<Codec>(first_atom + a, [&](int i) { return s.bitmap[i][lane]; });
+#pragma unroll 1
+  for (int atom = first_atom; atom < first_atom + kAtoms; ++atom) {
+    uint32_t bits = s.bitmap[atom / 4][lane] >> Tile::bitmap_bit<Codec>(kAtomSlots * (atom % 4));
+    uint2 codes = s.atoms[atom][lane];
+    int rank = first_rank<Codec>(atom, [&](int i) { return s.bitmap[i][lane]; });
 #pragma unroll
     for (int slot = 0; slot < kAtomSlots; ++slot)
-      if (present[a] >> slot & 1) s.codes[rank++][lane] = static_cast<uint8_t>(codes[a][slot / 4] >> 8 * (slot % 4));
+      if (bits >> Tile::bitmap_bit<Codec>(slot) & 1)
+        s.codes[rank++][lane] = static_cast<uint8_t>((slot < 4 ? codes.x : codes.y) >> 8 * (slot % 4));
   }
   __syncthreads();
   uint32_t* values = tile.block + Tile::first_value_row<Codec>(HeadDim) * kLanes;
@@ -488,7 +490,7 @@ __global__ void __launch_bounds__(kGroupThreads)
 template <int HeadDim, class Codec>
 __global__ void __launch_bounds__(kGroupThreads) unpack_slots_kernel(SparseView view, uint16_t* out) {
   using Packed = Tile::Packed<Codec>;
-  constexpr int kAtoms = kWarpAtoms<HeadDim>, kAtomSlots = kKept * Tile::kAtomGroups;
+  constexpr int kAtoms = kWarpAtoms<HeadDim>;
   constexpr int kVectors = (HeadDim + 8) / kGroupVectorValues;
   extern __shared__ __align__(16) uint8_t shared[];
   auto& s = *reinterpret_cast<DenseRows<HeadDim>*>(shared);

@@ -62,8 +62,8 @@ struct SlotOperand {
   uint32_t const* masks;
   uint8_t const* channel_order;
   format::CodecId codec;
-  int32_t* longest;     // (heads * tiles)
-  int64_t stored = 0;   // written: values
+  int32_t* longest;    // (heads * tiles)
+  int64_t stored = 0;  // written: values
 };
 void order_slots(SlotOperand& keys, SlotOperand& values, int64_t heads, int64_t tokens, int padded_head_dim,
                  uint8_t* token_order, int threads);

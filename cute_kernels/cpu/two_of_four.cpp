@@ -68,8 +68,7 @@ void for_values(TwoOfFourTile, SparseView const& view, uint32_t const* block, F&
       uint32_t const kept = block[groups->metadata_word] >> groups->metadata_bit;
       uint32_t const word = values[TwoOfFourTile::value_row<Codec>(group) * kLanes + lane];
       for (int i = 0; i < Tile::kKept; ++i)
-        f(groups->position[kept >> (2 * i) & 3],
-          word >> TwoOfFourTile::first_bit<Codec>(group, i) & kValueMask<Codec>);
+        f(groups->position[kept >> (2 * i) & 3], word >> TwoOfFourTile::first_bit<Codec>(group, i) & kValueMask<Codec>);
     }
 }
 
@@ -137,7 +136,7 @@ void write_values(TwoOfFourBitmapTile, SparseView const& view, uint16_t const* d
     int const slot = TwoOfFourBitmapTile::slot(group, i), s = TwoOfFourBitmapTile::stream<Codec>(slot);
     int const rank = taken[lane][s]++;
     bitmap[TwoOfFourBitmapTile::bitmap_word(slot) * kLanes + lane] |= 1u
-                                                                     << TwoOfFourBitmapTile::bitmap_bit<Codec>(slot);
+                                                                      << TwoOfFourBitmapTile::bitmap_bit<Codec>(slot);
     if (rank < most)
       values[Packed::value_row(s, rank) * kLanes + lane] |=
           Packed::place(encode_element<Codec>(view, scales, dense[index], index), s, rank);
@@ -180,8 +179,7 @@ void write_two_of_four(SparseView const& view, uint16_t const* dense, TileScales
                        uint32_t* block) {
   visit(view, [&](auto tile_format, auto codec) {
     std::fill_n(block, rows * kLanes, 0u);
-    if constexpr (codec.kHasScales)
-      std::memcpy(block + view.scale_row() * kLanes, scales.tokens, format::kRowBytes);
+    if constexpr (codec.kHasScales) std::memcpy(block + view.scale_row() * kLanes, scales.tokens, format::kRowBytes);
     write_values<decltype(codec)>(tile_format, view, dense, scales, rows, block);
   });
 }
@@ -283,11 +281,10 @@ void order_slots(SlotOperand& keys, SlotOperand& values, int64_t heads, int64_t 
   using format::kFour, format::kTileGroups, format::kTileTokens, format::kClasses;
   int64_t const tiles = (tokens + kTileTokens - 1) / kTileTokens;
   auto streams_of = [](SlotOperand const& operand) {
-    return operand.masks ? format::visit_codec(operand.codec,
-                                               [](auto codec) {
-                                                 return TwoOfFourBitmapTile::Packed<decltype(codec)>::kStreams;
-                                               })
-                         : 0;
+    return operand.masks
+               ? format::visit_codec(operand.codec,
+                                     [](auto codec) { return TwoOfFourBitmapTile::Packed<decltype(codec)>::kStreams; })
+               : 0;
   };
   int const key_streams = streams_of(keys), value_streams = streams_of(values);
   std::atomic<int64_t> stored[2] = {};
@@ -307,9 +304,8 @@ void order_slots(SlotOperand& keys, SlotOperand& values, int64_t heads, int64_t 
         return of_tile;
       };
       format::SlotCounts counts{};
-      stored[0] += for_kept(keys, [&](int t, int p) {
-        ++counts.keys[t][p / kFour % format::slot_classes(key_streams)];
-      });
+      stored[0] +=
+          for_kept(keys, [&](int t, int p) { ++counts.keys[t][p / kFour % format::slot_classes(key_streams)]; });
       stored[1] += for_kept(values, [&](int t, int p) { ++counts.values[t / kFour][p % kClasses]; });
       uint8_t* order = token_order + tile * kTileTokens;
       format::choose_group_order(counts, key_streams, value_streams, order);

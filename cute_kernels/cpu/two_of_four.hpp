@@ -12,7 +12,7 @@ namespace cute_kernels::cpu {
 // A lane's group: where its four elements are, and its metadata.
 struct LaneGroup {
   uint16_t position[format::TwoOfFourGroups::kGroup];  // token_position * padded_head_dim + channel_position
-  uint16_t metadata_word;                            // of the block
+  uint16_t metadata_word;                              // of the block
   uint8_t metadata_bit;
 };
 

@@ -15,7 +15,7 @@
 namespace cute_kernels::format {
 
 inline constexpr int kFour = TwoOfFourGroups::kGroup, kTileGroups = kTileTokens / kFour;  // neighbouring tokens
-inline constexpr int kGroupRounds = 2;  // of all pairs
+inline constexpr int kGroupRounds = 2;                                                    // of all pairs
 
 // Classes along K, and so lanes and streams of a row of A, that groups are dealt to in turn: 8 of two streams a lane.
 CUTE_HOST_DEVICE constexpr int slot_classes(int streams) { return 4 * streams; }
@@ -28,7 +28,8 @@ struct SlotCounts {
 };
 
 // What half of the sum of squared loads grows by if x leaves a's place for b's, and y b's for a's.
-CUTE_HOST_DEVICE constexpr int change_of_swap(uint8_t const* x, uint8_t const* y, int const* load_a, int const* load_b) {
+CUTE_HOST_DEVICE constexpr int change_of_swap(uint8_t const* x, uint8_t const* y, int const* load_a,
+                                              int const* load_b) {
   int change = 0;
   for (int c = 0; c < kClasses; ++c) {
     int d = x[c] - y[c];
@@ -80,8 +81,8 @@ inline void choose_tokens_of_groups(SlotCounts const& counts, uint8_t order[kTil
       int best = 0, best_q = -1;  // ties: lower place
       for (int q = a / kFour; q < kTileGroups; q += kHalves) {
         uint8_t const* of_group = order + kFour * q;
-        int const change = change_of_swap(counts.keys[of_group[a % kFour]],
-                                          counts.keys[of_group[b % kFour]], load[a], load[b]);
+        int const change =
+            change_of_swap(counts.keys[of_group[a % kFour]], counts.keys[of_group[b % kFour]], load[a], load[b]);
         if (change < best) best = change, best_q = q;
       }
       if (best_q < 0) continue;
@@ -99,8 +100,7 @@ inline void choose_group_order(SlotCounts const& counts, int key_streams, int va
   uint8_t group_at[kTileGroups] = {};
   for (int q = 0; q < kTileGroups; ++q) group_at[q] = static_cast<uint8_t>(q);
   if (value_streams) choose_group_places(counts, slot_classes(value_streams), group_at);
-  for (int p = 0; p < kTileTokens; ++p)
-    order[p] = static_cast<uint8_t>(kFour * group_at[p / kFour] + p % kFour);
+  for (int p = 0; p < kTileTokens; ++p) order[p] = static_cast<uint8_t>(kFour * group_at[p / kFour] + p % kFour);
   if (key_streams) choose_tokens_of_groups(counts, order);
 }
 
@@ -120,8 +120,7 @@ inline int longest_value_slots(SlotCounts const& counts, int streams, uint8_t co
   for (int column = 0; column < classes; ++column)
     for (int c = 0; c < kClasses; ++c) {
       int load = 0;
-      for (int q = column; q < kTileGroups; q += classes)
-        load += counts.values[order[kFour * q] / kFour][c];
+      for (int q = column; q < kTileGroups; q += classes) load += counts.values[order[kFour * q] / kFour][c];
       longest = load > longest ? load : longest;
     }
   return longest;

@@ -25,7 +25,7 @@ struct NarrowDecoder {
   static constexpr int kRowsBehind = (Codec::kValueBits == 8 ? 3 : 2) * Codec::kWordRows;
 
   struct Cursor {
-    uint32_t words;                       // shared-memory address of the lane's first value word
+    uint32_t words;                        // shared-memory address of the lane's first value word
     uint32_t taken[Codec::kStreams] = {};  // values of each stream
   };
 
@@ -107,8 +107,8 @@ struct NarrowDecoder {
   CUTE_DEVICE static void decode(uint32_t word, Cursor& at, int atom, Registers& r, int first) {
     constexpr uint32_t kFirst = S * format::kRowBytes,
                        kWord = Codec::kWordRows * format::kRowBytes;  // to the next word
-    uint32_t product = quad(word, atom, S),
-             product1 = kAtoms == 2 ? quad(word, atom + 1, S) : quad(word, atom, 1), count = product >> 28;
+    uint32_t product = quad(word, atom, S), product1 = kAtoms == 2 ? quad(word, atom + 1, S) : quad(word, atom, 1),
+             count = product >> 28;
     uint32_t whole = at.taken[S] & ~(Codec::kWordValues - 1u), shift = at.taken[S] * Codec::kValueBits;
     uint32_t address = ptx::multiply_add(whole, kWord / Codec::kWordValues, at.words);
     uint32_t word0 = ptx::load_shared_word<kFirst>(address), word1 = ptx::load_shared_word<kFirst + kWord>(address);

@@ -29,7 +29,9 @@ class format:
     @staticmethod
     def bitmap_rows(padded_head_dim: int) -> int: ...
     @staticmethod
-    def max_tile_rows(padded_head_dim: int, codec: int) -> int: ...
+    def max_tile_rows(padded_head_dim: int, codec: int, tile_format: int = ...) -> int: ...
+    @staticmethod
+    def scale_row(padded_head_dim: int, tile_format: int) -> int: ...
     @staticmethod
     def own_codec(dtype: int) -> int: ...
     @staticmethod
@@ -39,7 +41,9 @@ class format:
     @staticmethod
     def scale_rows(codec: int) -> int: ...
     @staticmethod
-    def value_rows(longest: int, codec: int) -> int: ...
+    def value_rows(longest: int, codec: int, tile_format: int = ...) -> int: ...
+    @staticmethod
+    def value_streams(codec: int, tile_format: int) -> int: ...
     @staticmethod
     def number_table(codec: int) -> list[float]: ...
     @staticmethod
@@ -60,6 +64,8 @@ class format:
     def two_of_four_groups(role: int, padded_head_dim: int) -> list[list[int]]: ...
     @staticmethod
     def two_of_four_place(group: int, index: int, codec: int) -> tuple[int, int]: ...
+    @staticmethod
+    def slot_place(group: int, index: int, codec: int) -> list[int]: ...
     @staticmethod
     def stream_of(role: int, token_group: int, channel_class: int) -> tuple[int, int]: ...
 
@@ -145,6 +151,7 @@ class cpu:
         dtype: int,
         role: int,
         channel_order: int,
+        keep: int,
         masks: int,
         threads: int,
     ) -> int: ...
@@ -190,6 +197,22 @@ class cpu:
         longest2: int,
         threads: int,
     ) -> None: ...
+    @staticmethod
+    def order_slots(
+        key_masks: int,
+        key_codec: int,
+        key_channels: int,
+        key_longest: int,
+        value_masks: int,
+        value_codec: int,
+        value_channels: int,
+        value_longest: int,
+        heads: int,
+        tokens: int,
+        head_dim: int,
+        token_order: int,
+        threads: int,
+    ) -> tuple[int, int]: ...
     @staticmethod
     def pack(x: int, strides: Sequence[int], masks: int, token_scales: int, view: SparseView, threads: int) -> None: ...
     @staticmethod
@@ -331,6 +354,7 @@ class cuda:
         heads: int,
         head_dim: int,
         codec: int,
+        tile_format: int,
         row_offsets: int,
         totals: int,
         stream: int,
@@ -350,6 +374,51 @@ class cuda:
     @staticmethod
     def pack_two_of_four(
         x: int, strides: Sequence[int], totals: int, counts_lost: bool, view: SparseView, stream: int
+    ) -> None: ...
+    @staticmethod
+    def slot_scratch(role: int, head_dim: int) -> tuple[int, int]: ...
+    @staticmethod
+    def select_slots(
+        x: int,
+        strides: Sequence[int],
+        batch: int,
+        kv_heads: int,
+        tokens: int,
+        head_dim: int,
+        dtype: int,
+        role: int,
+        codec: int,
+        keep: int,
+        channel_order: int,
+        channel_scales: int,
+        masks: int,
+        counts: int,
+        token_scales: int,
+        totals: int,
+        stream: int,
+    ) -> None: ...
+    @staticmethod
+    def order_slots(
+        key_counts: int,
+        key_codec: int,
+        key_longest: int,
+        value_counts: int,
+        value_codec: int,
+        value_longest: int,
+        tiles: int,
+        token_order: int,
+        stream: int,
+    ) -> None: ...
+    @staticmethod
+    def pack_slots(
+        x: int,
+        strides: Sequence[int],
+        masks: int,
+        token_scales: int,
+        totals: int,
+        capacity: int,
+        view: SparseView,
+        stream: int,
     ) -> None: ...
     @staticmethod
     def decompress(view: SparseView, out: int, stream: int) -> None: ...

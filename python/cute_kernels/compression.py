@@ -218,8 +218,9 @@ def _tile_format(given: Any, rule: Rule, kept: int, out: Storage | None) -> str:
     own_rule: type[Rule] = TwoOfFour if given == TWO_OF_FOUR else MagnitudeTwoOfFour
     if not isinstance(rule, own_rule) and not (isinstance(rule, Magnitude) and kept == 0):
         raise ValueError(
-            f"tile_format {given!r} goes with method {own_rule.name!r}, or with 'magnitude' without sparsity and keep for "
-            f"a cache that has the pattern already, not with method {rule.name!r}{f' that keeps {kept}' if kept else ''}"
+            f"tile_format {given!r} goes with method {own_rule.name!r}, or with 'magnitude' without sparsity and keep "
+            "for a cache that has the pattern already, not with method "
+            f"{rule.name!r}{f' that keeps {kept}' if kept else ''}"
         )
     return given
 

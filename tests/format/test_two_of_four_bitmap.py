@@ -83,13 +83,14 @@ def test_gpus_write_the_same_bytes(kind, codec, device, rng):
         k[:, :, ::3], v[..., ::3] = 0, -0.0
     keep = rng.randint(1, shape[3] // 2)
     options = {"method": "magnitude-2of4", "codec": codec, "tile_format": FORMAT}
-    pairs = [ck.compress_kv(k.to(on), v.to(on), key_keep=keep, value_keep=1 + keep // 2, **options) for on in ("cpu", device)]
-    candidates = [ck.prune(x, method="magnitude-2of4", role="value") for x in (v,)]
-    for on in ("cpu", device):
-        one = compressed(k.to(on), "key", keep, codec), compressed(v.to(on), "value", keep, codec)
-        promised = ck.compress(candidates[0].to(on), role="value", codec=codec, tile_format=FORMAT)
-        pairs[("cpu", device).index(on)] += (*one, promised)
-    for of_cpu, of_gpu in zip(*pairs):
+    candidates = ck.prune(v, method="magnitude-2of4", role="value")
+
+    def all_kinds(on: torch.device | str) -> list[ck.SparseKV]:
+        pair = ck.compress_kv(k.to(on), v.to(on), key_keep=keep, value_keep=1 + keep // 2, **options)
+        promised = ck.compress(candidates.to(on), role="value", codec=codec, tile_format=FORMAT)
+        return [*pair, compressed(k.to(on), "key", keep, codec), compressed(v.to(on), "value", keep, codec), promised]
+
+    for of_cpu, of_gpu in zip(all_kinds("cpu"), all_kinds(device)):
         expected, state = of_cpu.state_dict(), of_gpu.state_dict()
         assert state.pop("metadata") == expected.pop("metadata") and of_gpu.nnz == of_cpu.nnz
         for name, tensor in expected.items():
@@ -268,11 +269,11 @@ def test_validation(rng):
             ck.SparseKV.from_state_dict({**state, name: change})
     for tile_format, version in (("bitmap", 5), ("two_of_four", 5), (FORMAT, 4)):
         changed = {**state, "metadata": {**state["metadata"], "tile_format": tile_format, "version": version}}
-        with pytest.raises(ValueError):
+        with pytest.raises(ValueError, match=r"blocks|row_offsets|metadata: tile_format"):
             ck.SparseKV.from_state_dict(changed)
     last_tile = compressed(oracle.gaussian(1, 1, 65, 64), "key", 20)  # one token
     row = int(last_tile.row_offsets[1]) + 4
-    with pytest.raises(ValueError, match="more bits|token or channel that the cache does not have"):
+    with pytest.raises(ValueError, match=r"more bits|token or channel that the cache does not have"):
         with_word(last_tile, row, -1)
 
 

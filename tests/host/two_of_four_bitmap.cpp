@@ -120,8 +120,7 @@ void check_tile(Role role, double density, std::mt19937& random) {
       cpu::LaneGroup const& group = table[lane * groups + g];
       for (int i = 0; i < 2; ++i)
         if (is_kept(random)) dense[group.position[random() % 4]] = random_value<Codec>(random);
-      for (int i = 0; i < 4; ++i)
-        lengths[Tile::stream<Codec>(Tile::slot(g, 0))] += dense[group.position[i]] != 0;
+      for (int i = 0; i < 4; ++i) lengths[Tile::stream<Codec>(Tile::slot(g, 0))] += dense[group.position[i]] != 0;
     }
     longest = std::max({longest, lengths[0], lengths[1]});
   }

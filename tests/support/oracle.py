@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import numpy as np
 import torch
@@ -183,7 +184,7 @@ def decode(state: dict) -> torch.Tensor:
         rows = padded // 16 + (width < 16) + padded * width // 32
         return _decode_groups(state, list(blocks.reshape(batch * heads * tiles, rows, 32)), width, _every_value(width))
     if state["metadata"]["tile_format"] == "two_of_four_bitmap":
-        tiles_of = [blocks[begin:end] for begin, end in zip(offsets, offsets[1:])]
+        tiles_of = [blocks[begin:end] for begin, end in itertools.pairwise(offsets)]
         return _decode_groups(state, tiles_of, width, _values_under_a_bitmap(padded, width))
     positions = [[element_position(role, padded, lane, e) for e in range(2 * padded)] for lane in range(32)]
     dense = np.zeros((batch, heads, tiles * TILE, padded), dtype=np.float64 if narrow else np.uint16)

@@ -47,8 +47,8 @@ struct ValueColumn {
   CUTE_DEVICE bool has_nonfinite() const {
     uint32_t column = cast_smem_ptr_to_uint(words), begin = column + kFirstRow * format::kRowBytes;
     Nonfinite<Traits> found;
-    auto last =
-        mma::Decoder<TileFormat, typename Traits::Codec>::template first<Traits::kHeadDim, 2>(column, 2);  // behind both
+    auto last = mma::Decoder<TileFormat, typename Traits::Codec>::template first<Traits::kHeadDim, 2>(
+        column, 2);  // behind both
     if constexpr (Codec::kIsNarrow) {
       int rows = Codec::value_rows(static_cast<int>(max(last.taken[0], last.taken[Codec::kStreams - 1])));
 #pragma unroll 4

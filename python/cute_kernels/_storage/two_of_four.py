@@ -142,9 +142,10 @@ def compress_cache(cache: Cache, promised: bool, token_order: Tensor | None = No
 def check_pattern(cache: Cache, beyond: int) -> None:
     """beyond: nonzeros beyond two of every four."""
     if beyond:
+        neighbours = "channels" if cache.role == "key" else "tokens"
         raise ValueError(
-            f"{name_of(cache)} must have at most two nonzeros in every four neighbouring "
-            f"{'channels' if cache.role == 'key' else 'tokens'} for tile_format {cache.tile_format!r}, got {beyond} more"
+            f"{name_of(cache)} must have at most two nonzeros in every four neighbouring {neighbours} for tile_format "
+            f"{cache.tile_format!r}, got {beyond} more"
         )
 
 

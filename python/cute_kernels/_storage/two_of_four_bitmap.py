@@ -104,9 +104,7 @@ def _select(kernels: Kernels, cache: Cache, totals: Tensor, stream: int) -> _Par
         )
         return _Parts(channels, masks, scales, counts, longest)
     masks = torch.empty(batch * kv_heads * tokens * cache.padded // 32, dtype=torch.int32, device=x.device)
-    totals[2] = kernels.module.select_two_of_four(
-        *operand, role, address(channels.order), keep, address(masks), stream
-    )
+    totals[2] = kernels.module.select_two_of_four(*operand, role, address(channels.order), keep, address(masks), stream)
     if scales is not None:
         totals[1] = kernels.module.token_scales(*operand, address(masks), codec, by_channel, by_token, stream)
     return _Parts(channels, masks, scales, None, longest)
@@ -128,9 +126,7 @@ def _choose_orders(
         else:
             operands[cache.role] = address(part.masks), code, address(part.channels.order), longest
     if on_gpu:
-        kernels.module.order_slots(
-            *operands["key"], *operands["value"], cache.tiles, address(token_order), stream
-        )
+        kernels.module.order_slots(*operands["key"], *operands["value"], cache.tiles, address(token_order), stream)
         return
     stored = kernels.module.order_slots(
         *operands["key"],
@@ -145,9 +141,7 @@ def _choose_orders(
         of_cache[-3] = stored[ROLE_CODES[cache.role]]
 
 
-def _pack(
-    kernels: Kernels, cache: Cache, part: _Parts, totals: Tensor, storage: Storage, stream: int
-) -> None:
+def _pack(kernels: Kernels, cache: Cache, part: _Parts, totals: Tensor, storage: Storage, stream: int) -> None:
     rows = storage.blocks.shape[0]
     if part.counts is None:
         steps.pack(kernels, cache.x, part.masks, part.scales, 0, totals, rows, storage.view(), stream)

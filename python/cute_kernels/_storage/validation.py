@@ -182,13 +182,11 @@ def _check_slots(storage: Storage, first: int, last: int) -> int:
     no_token, no_channel = _outside(storage, first, last)
     outside = no_token.gather(1, position // padded) | no_channel.gather(1, position % padded)
     counts = [bits[:, :, streams == stream].sum(dim=2) for stream in range(tile_reader.values_of(storage).streams)]
-    return _check_streams(
-        storage, first, last, torch.stack(counts, dim=1), bool((bits.flatten(1) & outside).any())
-    )
+    return _check_streams(storage, first, last, torch.stack(counts, dim=1), bool((bits.flatten(1) & outside).any()))
 
 
 def _check_streams(storage: Storage, first: int, last: int, counts: Tensor, has_bit_outside: bool) -> int:
-    """Checks the values of tiles whose streams have `counts` values, (tiles, streams, L); returns how many these are."""
+    """Checks the values of tiles whose streams have `counts` of them, (tiles, streams, L); returns their number."""
     codec = tile_reader.values_of(storage)
     begin = storage.row_offsets[first:last].long()
     end = storage.row_offsets[first + 1 : last + 1].long()
