@@ -104,6 +104,13 @@ void pack(uintptr_t x, Strides const& strides, uintptr_t masks, uintptr_t token_
             to_pointer<uint16_t>(token_scales), view, threads);
 }
 
+void pack_slots(uintptr_t x, Strides const& strides, uintptr_t masks, uintptr_t token_scales, SparseView const& view,
+                uintptr_t tile_rows, uintptr_t dropped, int threads) {
+  cpu::pack_slots(dense_view(x, strides, view, view.batch, view.tokens), to_pointer<uint32_t>(masks),
+                  to_pointer<uint16_t>(token_scales), view, to_pointer<int32_t>(tile_rows),
+                  to_pointer<int64_t>(dropped), threads);
+}
+
 void decompress(SparseView const& view, uintptr_t out, int threads) {
   cpu::decompress(view, to_pointer<uint16_t>(out), threads);
 }
@@ -177,6 +184,8 @@ void bind_cpu(py::module_& m) {
         "Token orders and longest streams in the tile format two_of_four_bitmap; returns how many values either cache "
         "stores");
   c.def("pack", &pack, Unlocked(), "x"_a, "strides"_a, "masks"_a, "token_scales"_a, "view"_a, "threads"_a);
+  c.def("pack_slots", &pack_slots, Unlocked(), "x"_a, "strides"_a, "masks"_a, "token_scales"_a, "view"_a, "tile_rows"_a,
+        "dropped"_a, "threads"_a, "Tiles of two_of_four_bitmap that lie anywhere, trimmed to so many rows");
   c.def("decompress", &decompress, Unlocked(), "view"_a, "out"_a, "threads"_a);
   c.def("store", &store, Unlocked(), "pool"_a, "k"_a, "k_strides"_a, "v"_a, "v_strides"_a, "batch"_a, "tokens"_a,
         "sequences"_a, "first_tiles"_a, "new_order"_a, "threads"_a);

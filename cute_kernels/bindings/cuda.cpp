@@ -113,9 +113,11 @@ void order_slots(uintptr_t key_counts, int key_codec, uintptr_t key_longest, uin
 }
 
 void pack_slots(uintptr_t x, Strides const& strides, uintptr_t masks, uintptr_t token_scales, uintptr_t totals,
-                int64_t capacity, format::SparseView const& view, uintptr_t stream) {
+                int64_t capacity, format::SparseView const& view, uintptr_t tile_rows, uintptr_t dropped,
+                uintptr_t stream) {
   compress::pack_slots(dense_view(x, strides, view), to_pointer<uint32_t>(masks), to_pointer<uint16_t>(token_scales),
-                       to_pointer<int64_t>(totals), capacity, view, stream_of(stream));
+                       to_pointer<int64_t>(totals), capacity, view, to_pointer<int32_t>(tile_rows),
+                       to_pointer<int64_t>(dropped), stream_of(stream));
 }
 
 void decompress(format::SparseView const& view, uintptr_t out, uintptr_t stream) {
@@ -245,7 +247,7 @@ void bind_cuda(py::module_& m) {
   cuda.def("order_slots", &order_slots, "key_counts"_a, "key_codec"_a, "key_longest"_a, "value_counts"_a,
            "value_codec"_a, "value_longest"_a, "tiles"_a, "token_order"_a, "stream"_a);
   cuda.def("pack_slots", &pack_slots, "x"_a, "strides"_a, "masks"_a, "token_scales"_a, "totals"_a, "capacity"_a,
-           "view"_a, "stream"_a);
+           "view"_a, "tile_rows"_a, "dropped"_a, "stream"_a, "tile_rows, dropped: where tiles lie anywhere, or 0");
   cuda.def("decompress", &decompress, "view"_a, "out"_a, "stream"_a);
   py::class_<compress::Windows>(cuda, "Windows", "The dense windows of a pool's sequences, as pointers and sizes")
       .def(py::init(&make_windows), "keys"_a, "values"_a, "lengths"_a, "arrivals"_a, "capacity"_a, "recent"_a,

@@ -129,8 +129,11 @@ struct SlotOrder {
 void order_slots(SlotOrder keys, format::CodecId key_codec, SlotOrder values, format::CodecId value_codec,
                  int64_t tiles, uint8_t* token_order, cudaStream_t stream);
 
+// tile_rows: null, or tiles lie anywhere in the blocks: row_offsets has their first rows, this (tiles) how many each may
+// have. dropped: tiles that were trimmed to them, and values that they lost, are added. totals may be null.
 void pack_slots(DenseView const& x, uint32_t const* masks, uint16_t const* token_scale, int64_t const* totals,
-                int64_t capacity, format::SparseView const& view, cudaStream_t stream);
+                int64_t capacity, format::SparseView const& view, int32_t const* tile_rows, int64_t* dropped,
+                cudaStream_t stream);
 
 void decompress(format::SparseView const& view, void* out, cudaStream_t stream);
 void unpack_slots(format::SparseView const& view, void* out, cudaStream_t stream);        // the same, of that format

@@ -50,24 +50,10 @@ __device__ int64_t cta_sum(int64_t x, int64_t* scratch) {
   return warp_sum(scratch[threadIdx.x % 32]);
 }
 
-struct RowsOfTile {
-  int before_values, word_values_log2, word_rows;
-
-  template <class Codec>
-  RowsOfTile(Codec, int before_values)
-      : before_values(before_values), word_values_log2(0), word_rows(Codec::value_rows(1)) {
-    while (1 << word_values_log2 < Codec::kWordValues) ++word_values_log2;
-  }
-  __device__ int operator()(int longest) const {
-    int words = (longest + (1 << word_values_log2) - 1) >> word_values_log2;
-    return before_values + words * word_rows;
-  }
-};
-
 // A CTA computes the offsets of 1024 tiles and adds up all tiles before them itself: reading those few bytes again
 // costs less than waiting for other CTAs. The last one has then seen all tiles and writes the totals.
 __global__ void __launch_bounds__(kThreads)
-    offsets_kernel(int32_t const* longest, int64_t tiles, RowsOfTile rows_of, int32_t const* counts, int64_t channels,
+    offsets_kernel(int32_t const* longest, int64_t tiles, TileRows rows_of, int32_t const* counts, int64_t channels,
                    int32_t* row_offsets, int64_t* totals) {
   __shared__ int64_t scratch[kWarps];
   int64_t first = int64_t{blockIdx.x} * kThreads, tile = first + threadIdx.x;
@@ -75,12 +61,12 @@ __global__ void __launch_bounds__(kThreads)
   int most = 0;
 #pragma unroll 8
   for (int64_t i = threadIdx.x; i < first; i += kThreads) {
-    before += rows_of(longest[i]);
-    most = max(most, rows_of(longest[i]));
+    before += rows_of.of(longest[i]);
+    most = max(most, rows_of.of(longest[i]));
   }
   before = cta_sum(before, scratch);
 
-  int rows = tile < tiles ? rows_of(longest[tile]) : 0, up_to = rows;
+  int rows = tile < tiles ? rows_of.of(longest[tile]) : 0, up_to = rows;
   most = max(most, rows);
   for (int step = 1; step < 32; step *= 2) {
     int lower = __shfl_up_sync(~0u, up_to, step);
@@ -131,13 +117,7 @@ void load_scales(SparseView const& view, Destination const& to, NewOrder order, 
 
 void offsets(int32_t const* longest, int64_t tiles, int32_t const* counts, int heads, int padded_head_dim,
              CodecId codec, TileFormatId tile_format, int32_t* row_offsets, int64_t* totals, cudaStream_t stream) {
-  using Slots = TwoOfFourBitmapTile;
-  RowsOfTile rows_of = visit_codec(codec, [&](auto of) {
-    using Codec = decltype(of);
-    if (tile_format == Slots::kId)
-      return RowsOfTile(Slots::Packed<Codec>{}, Slots::first_value_row<Codec>(padded_head_dim));
-    return RowsOfTile(Codec{}, TileFormat::first_value_row<Codec>(padded_head_dim));
-  });
+  TileRows rows_of(codec, tile_format, padded_head_dim);
   unsigned grid = static_cast<unsigned>((tiles + kThreads - 1) / kThreads);
   offsets_kernel<<<grid, kThreads, 0, stream>>>(longest, tiles, rows_of, counts, int64_t{heads} * padded_head_dim,
                                                 row_offsets, totals);

@@ -36,12 +36,16 @@ struct TileRows {
   int before_values, word_values_log2, step;
 
   TileRows() = default;
-  explicit TileRows(format::SparseView const& view) {
-    format::visit_codec(view.codec, [&](auto codec) {
-      using Codec = decltype(codec);
-      before_values = format::BitmapTile::first_value_row<Codec>(view.padded_head_dim);
+  explicit TileRows(format::SparseView const& view) : TileRows(view.codec, view.tile_format, view.padded_head_dim) {}
+  TileRows(format::CodecId codec, format::TileFormatId tile_format, int padded_head_dim) {
+    format::visit_codec(codec, [&](auto of) {
+      using Codec = decltype(of);
+      using Slots = format::TwoOfFourBitmapTile;
+      bool has_slots = tile_format == Slots::kId;
+      before_values = has_slots ? Slots::first_value_row<Codec>(padded_head_dim)
+                                : format::BitmapTile::first_value_row<Codec>(padded_head_dim);
       word_values_log2 = cute::log_2(static_cast<unsigned>(Codec::kWordValues));
-      step = Codec::kWordRows;
+      step = has_slots ? Slots::Packed<Codec>::kWordRows : Codec::kWordRows;
     });
   }
   // Of a tile whose longest stream has `longest` values; and how long a stream may be in so many rows.

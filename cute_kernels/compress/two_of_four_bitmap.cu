@@ -391,19 +391,50 @@ struct SlotPackStorage : DenseRows<HeadDim> {
   alignas(16) uint8_t codes[Tile::lane_slots(HeadDim)][kLanes];  // those that are stored, by rank
 };
 
+// Streams longer than `most` lose the values of least magnitude, of equal ones the later: a lane a stream. With all warps.
+template <class Codec, int HeadDim>
+__device__ void trim(SlotPackStorage<HeadDim>& s, int most, int64_t* dropped) {
+  constexpr int kSlots = Tile::lane_slots(HeadDim);
+  int lane = threadIdx.x % 32, excess = -most;
+#pragma unroll
+  for (int i = 0; i < Tile::bitmap_rows(HeadDim); ++i) excess += __popc(s.bitmap[i][lane]);
+  excess = max(0, excess);
+  if (!__any_sync(~0u, excess > 0)) return;  // the same in all warps
+  __syncthreads();
+  if (threadIdx.x < 32) {
+#pragma unroll 1
+    for (int i = 0; i < excess; ++i) {
+      uint32_t least = ~0u;
+      int at = 0;
+#pragma unroll 1
+      for (int slot = 0; slot < kSlots; ++slot) {
+        if (!(s.bitmap[Tile::bitmap_word(slot)][lane] >> Tile::bitmap_bit<Codec>(slot) & 1)) continue;
+        uint2 codes = s.atoms[slot / kAtomSlots][lane];
+        uint32_t magnitude = Codec::magnitude((slot % 8 < 4 ? codes.x : codes.y) >> 8 * (slot % 4) & 0xff);
+        if (magnitude <= least) least = magnitude, at = slot;
+      }
+      s.bitmap[Tile::bitmap_word(at)][lane] &= ~(1u << Tile::bitmap_bit<Codec>(at));
+    }
+    add_to(dropped, lane == 0);
+    add_to(dropped + 1, excess);
+  }
+  __syncthreads();
+}
+
 template <int HeadDim, class Codec>
 __global__ void __launch_bounds__(kGroupThreads)
     pack_slots_kernel(DenseView x, bool vectors, uint32_t const* masks, uint16_t const* token_scale,
-                      int64_t const* totals, int64_t capacity, SparseView view) {
+                      int64_t const* totals, int64_t capacity, SparseView view, int32_t const* tile_rows,
+                      int64_t* dropped) {
   using Packed = Tile::Packed<Codec>;
   constexpr int kAtoms = kWarpAtoms<HeadDim>, kWords = kMaskWords<HeadDim>;
   extern __shared__ __align__(16) uint8_t shared[];
   auto& s = *reinterpret_cast<SlotPackStorage<HeadDim>*>(shared);
-  if (*totals > capacity) return;
+  if (totals && *totals > capacity) return;
   TileLocation tile(view);
   bool is_key = view.role == Role::kKey;
   int lane = threadIdx.x % 32, first_atom = threadIdx.x / 32 * kAtoms;
-  int value_rows = tile.rows - Tile::first_value_row<Codec>(HeadDim);
+  int value_rows = (tile_rows ? tile_rows[tile.index] : tile.rows) - Tile::first_value_row<Codec>(HeadDim);
   load_rows<HeadDim>(s, x, tile.head, tile.first_token, tile.tokens, vectors);
   for (int i = threadIdx.x; i < kTileTokens * kWords; i += kGroupThreads)
     s.masks[0][i] = masks[tile.index * kTileTokens * kWords + i];
@@ -464,6 +495,7 @@ __global__ void __launch_bounds__(kGroupThreads)
     if (lane % 4 / 2 == atom % 2) tile.block[atom / 2 * kLanes + lane] = lane % 2 ? metadata[1] : metadata[0];
   }
   __syncthreads();
+  if (tile_rows) trim<Codec>(s, Packed::most_values(value_rows), dropped);
   for (int i = threadIdx.x; i < Tile::bitmap_rows(HeadDim) * kLanes; i += kGroupThreads)
     tile.block[Tile::metadata_rows(HeadDim) * kLanes + i] = s.bitmap[0][i];
 #pragma unroll 1
@@ -568,13 +600,14 @@ void order_slots(SlotOrder keys, CodecId key_codec, SlotOrder values, CodecId va
 }
 
 void pack_slots(DenseView const& x, uint32_t const* masks, uint16_t const* token_scale, int64_t const* totals,
-                int64_t capacity, SparseView const& view, cudaStream_t stream) {
+                int64_t capacity, SparseView const& view, int32_t const* tile_rows, int64_t* dropped,
+                cudaStream_t stream) {
   check_tile_format(view, Tile::kId, "pack_slots");
   visit_narrow_codec(view.codec, [&](auto codec) {
     visit_head_dim(view.padded_head_dim, [&](auto head_dim) {
       launch_tiles(pack_slots_kernel<head_dim(), decltype(codec)>, view.tiles(), kGroupThreads,
                    sizeof(SlotPackStorage<head_dim()>), stream, "launch of pack_slots", x, x.has_vectors(), masks,
-                   token_scale, totals, capacity, view);
+                   token_scale, totals, capacity, view, tile_rows, dropped);
     });
   });
 }

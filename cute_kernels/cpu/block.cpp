@@ -109,7 +109,10 @@ int trim_streams(SparseView const& view, int most, uint16_t* dense) {
 }
 
 void write_block(SparseView const& view, uint16_t const* dense, TileScales const& scales, int rows, uint32_t* block) {
-  if (view.tile_format != TileFormat::kId) return write_two_of_four(view, dense, scales, rows, block);
+  if (view.tile_format != TileFormat::kId) {
+    write_two_of_four(view, dense, scales, rows, block);
+    return;
+  }
   format::visit_codec(view.codec,
                       [&](auto codec) { write_block_as<decltype(codec)>(view, dense, scales, rows, block); });
 }

@@ -83,6 +83,11 @@ int tile_token_scales(DenseView const& x, int64_t head, int64_t first_token, uin
 // Writes every word of every block of `view`, in its codec. token_scale: as `token_scales` writes it, or null.
 void pack(DenseView const& x, uint32_t const* masks, uint16_t const* token_scale, SparseView const& view, int threads);
 
+// The same in the tile format two_of_four_bitmap where tiles lie anywhere in the blocks: row_offsets has their first rows,
+// tile_rows (tiles) how many each may have. dropped: tiles that were trimmed, and values that they lost, are added.
+void pack_slots(DenseView const& x, uint32_t const* masks, uint16_t const* token_scale, SparseView const& view,
+                int32_t const* tile_rows, int64_t* dropped, int threads);
+
 // out: contiguous (batch, kv_heads, tokens, head_dim) of the view's dtype.
 void decompress(SparseView const& view, uint16_t* out, int threads);
 

@@ -1,9 +1,11 @@
 // Dense rows to tiles and back, by way of a dense copy of the tile in position order.
+#include <atomic>
 #include <cstring>
 #include <vector>
 
 #include "cute_kernels/cpu/parallel.hpp"
 #include "cute_kernels/cpu/tile_steps.hpp"
+#include "cute_kernels/cpu/two_of_four.hpp"
 
 namespace cute_kernels::cpu {
 namespace {
@@ -54,7 +56,12 @@ void gather_tile(DenseView const& x, int64_t head, int64_t first_token, uint32_t
   }
 }
 
-void pack(DenseView const& x, uint32_t const* masks, uint16_t const* token_scale, SparseView const& view, int threads) {
+namespace {
+
+// write(view, dense tile, scales, index of the tile, where it is)
+template <class F>
+void pack_tiles(DenseView const& x, uint32_t const* masks, uint16_t const* token_scale, SparseView const& view,
+                int threads, F&& write) {
   int const padded = view.padded_head_dim;
   parallel(threads, view.tiles(), [&](TaskQueue& queue) {
     std::vector<uint16_t> dense(static_cast<size_t>(kTileTokens) * padded);
@@ -66,9 +73,30 @@ void pack(DenseView const& x, uint32_t const* masks, uint16_t const* token_scale
       uint16_t scales[kTileTokens];
       for (int p = 0; p < kTileTokens && token_scale; ++p)
         scales[format::scale_index(p)] = token_scale[task * kTileTokens + tile.token_order[p]];
-      write_block(view, dense.data(), {scales, tile.channel_scales}, tile.rows, const_cast<uint32_t*>(tile.block));
+      write(dense.data(), TileScales{scales, tile.channel_scales}, task, tile);
     }
   });
+}
+
+}  // namespace
+
+void pack(DenseView const& x, uint32_t const* masks, uint16_t const* token_scale, SparseView const& view, int threads) {
+  pack_tiles(x, masks, token_scale, view, threads,
+             [&](uint16_t const* dense, TileScales const& scales, int64_t, TileInfo const& tile) {
+               write_block(view, dense, scales, tile.rows, const_cast<uint32_t*>(tile.block));
+             });
+}
+
+void pack_slots(DenseView const& x, uint32_t const* masks, uint16_t const* token_scale, SparseView const& view,
+                int32_t const* tile_rows, int64_t* dropped, int threads) {
+  std::atomic<int64_t> tiles{0}, values{0};
+  pack_tiles(x, masks, token_scale, view, threads,
+             [&](uint16_t const* dense, TileScales const& scales, int64_t index, TileInfo const& tile) {
+               int const lost =
+                   write_two_of_four(view, dense, scales, tile_rows[index], const_cast<uint32_t*>(tile.block));
+               if (lost) ++tiles, values += lost;
+             });
+  dropped[0] += tiles, dropped[1] += values;
 }
 
 void scatter_tile(uint16_t const* dense, uint8_t const* token_order, uint8_t const* channel_order, int padded,

@@ -112,35 +112,55 @@ void write_groups(SparseView const& view, uint16_t const* dense, uint32_t* block
 }
 
 template <class Codec>
-void write_values(TwoOfFourTile, SparseView const& view, uint16_t const* dense, TileScales const& scales, int,
-                  uint32_t* block) {
+int write_values(TwoOfFourTile, SparseView const& view, uint16_t const* dense, TileScales const& scales, int,
+                 uint32_t* block) {
   uint32_t* values = block + TwoOfFourTile::first_value_row<Codec>(view.padded_head_dim) * kLanes;
   write_groups(view, dense, block, [&](int lane, int group, int i, int index) {
     uint16_t const x = dense[index] & 0x7fff ? dense[index] : 0;
     values[TwoOfFourTile::value_row<Codec>(group) * kLanes + lane] |= encode_element<Codec>(view, scales, x, index)
                                                                       << TwoOfFourTile::first_bit<Codec>(group, i);
   });
+  return 0;
 }
 
+// Streams that are too long for the rows lose the values of least magnitude, of equal ones the later. Returns how many.
 template <class Codec>
-void write_values(TwoOfFourBitmapTile, SparseView const& view, uint16_t const* dense, TileScales const& scales,
-                  int rows, uint32_t* block) {
+int write_values(TwoOfFourBitmapTile, SparseView const& view, uint16_t const* dense, TileScales const& scales, int rows,
+                 uint32_t* block) {
   using Packed = TwoOfFourBitmapTile::Packed<Codec>;
+  struct Value {
+    int slot;
+    uint32_t bits;
+  };
   int const padded = view.padded_head_dim, first_row = TwoOfFourBitmapTile::first_value_row<Codec>(padded);
   uint32_t* bitmap = block + Tile::metadata_rows(padded) * kLanes;
   uint32_t* values = block + first_row * kLanes;
-  int const most = Packed::most_values(rows - first_row);
-  int taken[kLanes][Packed::kStreams] = {};
+  size_t const most = Packed::most_values(rows - first_row);
+  std::vector<Value> streams[kLanes][Packed::kStreams];
   write_groups(view, dense, block, [&](int lane, int group, int i, int index) {
-    if (!(dense[index] & 0x7fff)) return;
-    int const slot = TwoOfFourBitmapTile::slot(group, i), s = TwoOfFourBitmapTile::stream<Codec>(slot);
-    int const rank = taken[lane][s]++;
-    bitmap[TwoOfFourBitmapTile::bitmap_word(slot) * kLanes + lane] |= 1u
-                                                                      << TwoOfFourBitmapTile::bitmap_bit<Codec>(slot);
-    if (rank < most)
-      values[Packed::value_row(s, rank) * kLanes + lane] |=
-          Packed::place(encode_element<Codec>(view, scales, dense[index], index), s, rank);
+    int const slot = TwoOfFourBitmapTile::slot(group, i);
+    if (dense[index] & 0x7fff)
+      streams[lane][TwoOfFourBitmapTile::stream<Codec>(slot)].push_back(
+          {slot, encode_element<Codec>(view, scales, dense[index], index)});
   });
+  int dropped = 0;
+  for (int lane = 0; lane < kLanes; ++lane)
+    for (int s = 0; s < Packed::kStreams; ++s) {
+      std::vector<Value>& stream = streams[lane][s];
+      for (; stream.size() > most; ++dropped) {
+        auto least = stream.begin();
+        for (auto at = stream.begin(); at != stream.end(); ++at)
+          if (Codec::magnitude(at->bits) <= Codec::magnitude(least->bits)) least = at;
+        stream.erase(least);
+      }
+      for (int rank = 0; rank < static_cast<int>(stream.size()); ++rank) {
+        auto const [slot, bits] = stream[rank];
+        bitmap[TwoOfFourBitmapTile::bitmap_word(slot) * kLanes + lane] |=
+            1u << TwoOfFourBitmapTile::bitmap_bit<Codec>(slot);
+        values[Packed::value_row(s, rank) * kLanes + lane] |= Packed::place(bits, s, rank);
+      }
+    }
+  return dropped;
 }
 
 // f(tile format, codec)
@@ -175,13 +195,15 @@ std::vector<LaneGroup> const& lane_groups(Role role, int padded_head_dim) {
   });
 }
 
-void write_two_of_four(SparseView const& view, uint16_t const* dense, TileScales const& scales, int rows,
-                       uint32_t* block) {
+int write_two_of_four(SparseView const& view, uint16_t const* dense, TileScales const& scales, int rows,
+                      uint32_t* block) {
+  int dropped = 0;
   visit(view, [&](auto tile_format, auto codec) {
     std::fill_n(block, rows * kLanes, 0u);
     if constexpr (codec.kHasScales) std::memcpy(block + view.scale_row() * kLanes, scales.tokens, format::kRowBytes);
-    write_values<decltype(codec)>(tile_format, view, dense, scales, rows, block);
+    dropped = write_values<decltype(codec)>(tile_format, view, dense, scales, rows, block);
   });
+  return dropped;
 }
 
 void read_two_of_four(SparseView const& view, uint32_t const* block, TileScales const& scales, uint16_t* dense) {

@@ -20,9 +20,9 @@ struct LaneGroup {
 std::vector<LaneGroup> const& lane_groups(format::Role role, int padded_head_dim);
 
 // As write_block and read_block, for views of these tile formats. Of every group of `dense` the two largest are written,
-// ties to the first.
-void write_two_of_four(SparseView const& view, uint16_t const* dense, TileScales const& scales, int rows,
-                       uint32_t* block);
+// ties to the first. Returns how many values were dropped for which there were no rows.
+int write_two_of_four(SparseView const& view, uint16_t const* dense, TileScales const& scales, int rows,
+                      uint32_t* block);
 void read_two_of_four(SparseView const& view, uint32_t const* block, TileScales const& scales, uint16_t* dense);
 
 // A block as the products take it: with 16 bits its nonzeros, else the numbers of all its stored codes, without scales. The

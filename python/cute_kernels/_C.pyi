@@ -216,6 +216,17 @@ class cpu:
     @staticmethod
     def pack(x: int, strides: Sequence[int], masks: int, token_scales: int, view: SparseView, threads: int) -> None: ...
     @staticmethod
+    def pack_slots(
+        x: int,
+        strides: Sequence[int],
+        masks: int,
+        token_scales: int,
+        view: SparseView,
+        tile_rows: int,
+        dropped: int,
+        threads: int,
+    ) -> None: ...
+    @staticmethod
     def decompress(view: SparseView, out: int, threads: int) -> None: ...
     @staticmethod
     def store(
@@ -418,6 +429,8 @@ class cuda:
         totals: int,
         capacity: int,
         view: SparseView,
+        tile_rows: int,
+        dropped: int,
         stream: int,
     ) -> None: ...
     @staticmethod

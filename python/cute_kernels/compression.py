@@ -21,6 +21,7 @@ from cute_kernels._storage.checks import check_preallocated, chosen_codec
 from cute_kernels._storage.compressor import Cache, compress_caches
 from cute_kernels._storage.storage import BITMAP, TWO_OF_FOUR, TWO_OF_FOUR_BITMAP, Storage
 from cute_kernels.rules import Magnitude, MagnitudeTwoOfFour, Rule, TwoOfFour
+from cute_kernels.rules.two_of_four import is_stored_as_slots
 from cute_kernels.sparse_kv import SparseKV, from_storage, storage_of
 
 
@@ -139,7 +140,9 @@ def compress_kv(
     sparsity or keep: for both caches. key_keep, value_keep: for one of them, in place of that.
     method: as for `prune`; a tuple of two: one for keys, one for values.
     codec: as for `compress`, for both caches. key_codec, value_codec: for one of them, in place of `codec`.
-    tile_format: as for `compress`, for both caches.
+    tile_format: as for `compress`, for both caches. None is also "two_of_four_bitmap", where both caches have rule
+        "magnitude-2of4", narrow codecs and at most 35 % kept: there it is the fastest to attend to. (Kernels of
+        `sparse_qk` and `sparse_av` read it on CPUs only.)
     out: (keys, values) to fill and return, each as `compress` takes it.
 
     Returns (keys, values). Raises what `compress` raises; the message says which cache is meant.
@@ -166,6 +169,9 @@ def compress_kv(
     codec_v = (
         _codec(codec, "codec", v, memory_v) if value_codec is None else _codec(value_codec, "value_codec", v, memory_v)
     )
+    pair = (key_rule, kept_k, codec_k), (value_rule, kept_v, codec_v)
+    if tile_format is None and out is None and all(is_stored_as_slots(*of_cache, head_dim) for of_cache in pair):
+        tile_format = TWO_OF_FOUR_BITMAP
     keys, values = _compress(
         [
             _cache(x, role, rule, kept, chosen, _tile_format(tile_format, rule, kept, memory), memory)

@@ -152,9 +152,10 @@ def test_a_cache_that_grows(method, device, rng):
 @pytest.mark.parametrize("codec", [None, "fp8", "int8", "int4"])
 @pytest.mark.parametrize("dtype", oracle.DTYPES, ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128, 72])
-def test_attention_over_a_cache_that_grows(head_dim, dtype, codec, device, rng):
+@pytest.mark.parametrize("method", ["2of4", "magnitude-2of4"])
+def test_attention_over_a_cache_that_grows(method, head_dim, dtype, codec, device, rng):
     k, v = (oracle.gaussian(2, 2, 400, head_dim, dtype=dtype) for _ in range(2))
-    cache = grown("2of4", device, k, v, codec=codec)
+    cache = grown(method, device, k, v, codec=codec, **({} if method == "2of4" else {"keep": head_dim // 4}))
     q = oracle.gaussian(3, 6, 1, head_dim, dtype=dtype)[:2]
     dense = [torch.stack([cache.dense(row)[i].cpu() for row in range(2)]) for i in range(2)]
     expected, _ = oracle.attention(q, *dense, head_dim**-0.5)
@@ -167,17 +168,32 @@ def test_attention_over_a_cache_that_grows(head_dim, dtype, codec, device, rng):
     assert oracle.relative_error(out, expected) < tolerance
 
 
-@pytest.mark.parametrize("codec", ["fp8", "int4"])
-def test_a_narrow_cache_that_grows(codec, device, rng):
-    """Scales of channels are those of the first tile."""
+@pytest.mark.parametrize("codec", ["fp8", "int8", "int4"])
+@pytest.mark.parametrize("keep", [None, 20, 3])
+def test_a_narrow_cache_that_grows(keep, codec, device, rng):
+    """Scales of channels are those of the first tile, orders those of the first tiles that were stored."""
     k, v = (oracle.lognormal_channels(2, 2, 400, 64).clamp(-6e4, 6e4) for _ in range(2))
-    cache = grown("2of4", device, k, v, codec=codec)
+    if keep is None:
+        cache = grown("2of4", device, k, v, codec=codec)
+    else:
+        cache = grown("magnitude-2of4", device, k, v, codec=codec, keep=keep)
+    lost = {"key": 0, "value": 0}
     for row in range(2):
         for role, x, got in zip(ROLES, (k, v), cache.dense(row)):
             x = x[row : row + 1, :, :STORED]
-            pruned = two_of_four(x, role, order=channel_order(x[:, :, :128], 32))
+            order = channel_order(x[:, :, :128], keep or 32)
+            pruned = two_of_four(x, role, keep, limit=keep is not None, order=order)
             exact = oracle.to_dtype(oracle.narrow(x, None, codec, 64, pruned=pruned), torch.float16)
             assert oracle.same_bits(got[None, :, :STORED], exact + 0.0)
+            lost[role] += int(((oracle.prune(x, keep or 32) != 0) & (pruned == 0)).sum())
+    statistics = cache.statistics()
+    assert {role: statistics[f"{role}_values_constrained"] for role in ROLES} == lost
+    assert statistics["key_tiles_trimmed"] == statistics["value_tiles_trimmed"] == 0
+    fork = cache.fork(0)
+    before = [x[:, :100].clone() for x in cache.dense(0)]
+    cache.crop(100)
+    for row in (0, fork):
+        assert all(oracle.same_bits(x[:, :100], y) for x, y in zip(cache.dense(row), before))
 
 
 X = torch.zeros(1, 2, 40, 64, dtype=torch.float16)

@@ -6,6 +6,7 @@
 //   kScaleRows            rows of a block, between bitmap and values, that hold the scales of its tokens
 //   kHasNan               whether it stores NaN
 //   stores(dtype)         whether x may be of this dtype. The dtype of x is also what decompression returns
+//   magnitude(value)      of a stored value, as an integer in the order of magnitudes
 //   all_finite(word)      of the values in a 32-bit word of a value row
 //
 // One with scales has besides

@@ -13,6 +13,7 @@ struct HalfCodec : CodecBits<16> {
   static constexpr bool kHasNan = true;
 
   CUTE_HOST_DEVICE static constexpr bool stores(DType dtype) { return dtype == X; }
+  CUTE_HOST_DEVICE static constexpr uint32_t magnitude(uint32_t bits) { return bits & 0x7fffu; }
   CUTE_HOST_DEVICE static constexpr bool all_finite(uint32_t word) {
     return (word & Exponent) != Exponent && (word >> 16 & Exponent) != Exponent;
   }

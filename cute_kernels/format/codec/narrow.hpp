@@ -55,6 +55,7 @@ struct Fp8Codec : ScaledCodec<CodecId::kFp8, 8> {
     return bits_float(sign | ((magnitude << kDropped) + kRebias));
   }
   CUTE_HOST_DEVICE static constexpr bool is_code(uint32_t code) { return code != 0xff; }
+  CUTE_HOST_DEVICE static constexpr uint32_t magnitude(uint32_t code) { return code & kNan; }
   CUTE_HOST_DEVICE static constexpr bool all_finite(uint32_t word) {
     for (; word; word >>= kValueBits)
       if ((word & kNan) == kNan) return false;
@@ -84,6 +85,9 @@ struct IntegerCodec : ScaledCodec<Id, ValueBits> {
   }
   CUTE_HOST_DEVICE static float number(uint32_t code) { return static_cast<float>(static_cast<int>(code) - kOffset); }
   CUTE_HOST_DEVICE static constexpr bool is_code(uint32_t code) { return code != 0; }
+  CUTE_HOST_DEVICE static constexpr uint32_t magnitude(uint32_t code) {
+    return code < kOffset ? kOffset - code : code - kOffset;
+  }
   CUTE_HOST_DEVICE static constexpr bool all_finite(uint32_t) { return true; }
 };
 

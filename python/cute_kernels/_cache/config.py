@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,8 +18,9 @@ from cute_kernels._runtime import checks
 from cute_kernels._runtime.extension import _C
 from cute_kernels._runtime.launching import compression_kernels
 from cute_kernels._storage.checks import chosen_codec
-from cute_kernels._storage.storage import BITMAP, TWO_OF_FOUR
-from cute_kernels.rules import TwoOfFour
+from cute_kernels._storage.storage import BITMAP, TWO_OF_FOUR, TWO_OF_FOUR_BITMAP
+from cute_kernels.rules import Rule, TwoOfFour
+from cute_kernels.rules.two_of_four import is_stored_as_slots
 
 _MAX_ROWS = 2**31 - 1  # of all slots, as kernels count them
 _MAX_CAPACITY = 2**31 - 1 - 2 * TILE  # kernels count a sequence's tokens in int32, those of a full window among them
@@ -52,6 +54,10 @@ class CacheConfig:
     @property
     def prunes_in_kernels(self) -> bool:
         return self.keys.in_kernels and self.values.in_kernels
+
+    def pool_keep(self, rule: TileRule) -> int:
+        """Elements of a token that what stores tiles keeps; 0: every nonzero."""
+        return rule.kept if self.tile_format == TWO_OF_FOUR_BITMAP else rule.kernel_keep
 
     @property
     def recent(self) -> int:
@@ -119,9 +125,11 @@ def config(
     if at_once > MAX_APPEND:
         raise ValueError(f"max_append must be at most {MAX_APPEND}, got {at_once}")
     pages_per_sequence = _pages_per_sequence(most, recent, page)
-    tile_format = TWO_OF_FOUR if all(isinstance(rule, TwoOfFour) for rule in rules) else BITMAP
+    tile_format = _tile_format(rules, (kept_k, kept_v), (codec_k, codec_v), channels)
     if tile_format == TWO_OF_FOUR:
         slot_rows = SlotRows.of_pairs(padded, codec_k, codec_v)
+    elif tile_format == TWO_OF_FOUR_BITMAP:
+        slot_rows = SlotRows.of_slots(padded, kept_k, kept_v, codec_k, codec_v)
     else:
         slot_rows = SlotRows.holding(padded, keys.mean_kept(channels), values.mean_kept(channels), codec_k, codec_v)
     page_bytes = heads * (page // TILE) * _tile_bytes(slot_rows.both)
@@ -168,6 +176,15 @@ def config(
         pages_per_sequence=pages_per_sequence,
         pool_argument=argument,
     )
+
+
+def _tile_format(rules: Sequence[Rule], kept: Sequence[int], codecs: Sequence[str], head_dim: int) -> str:
+    """Of both caches, which the kernels of attention read in one format."""
+    if all(isinstance(rule, TwoOfFour) for rule in rules):
+        return TWO_OF_FOUR
+    if all(is_stored_as_slots(*of_cache, head_dim) for of_cache in zip(rules, kept, codecs)):
+        return TWO_OF_FOUR_BITMAP
+    return BITMAP
 
 
 def grown(made_for: CacheConfig, capacity: Any, max_batch: Any) -> CacheConfig:

@@ -20,14 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_kernels._cache import pair_pool
+from cute_kernels._cache import pair_pool, slot_pool
 from cute_kernels._cache.page_config import MAX_APPEND, TILE_TOKENS
 from cute_kernels._cache.pool import Pool, Share, Windows
 from cute_kernels._runtime import checks
 from cute_kernels._runtime.extension import _C
 from cute_kernels._runtime.launching import address, compression_kernels, launch
 from cute_kernels._storage import steps
-from cute_kernels._storage.storage import TWO_OF_FOUR
+from cute_kernels._storage.storage import BITMAP, TWO_OF_FOUR
 
 _NEW_ORDER = {False: 0, True: 1, None: 2}
 _SCRATCH_FRACTION = 0.05  # scratch of `store`, of the bytes of k, v and their tiles; at least one tile's
@@ -69,10 +69,11 @@ def store(
         raise ValueError(f"k and v must have whole tiles of {TILE_TOKENS} tokens, got shape {tuple(k.shape)}")
     if not k.numel():
         return
-    if pool.tile_format == TWO_OF_FOUR:
+    if pool.tile_format != BITMAP:
         if new_order is None:
             raise ValueError("new_order must be True or False for a pool of two of four")
-        pair_pool.store(pool, k, v, sequences, first_tiles, new_order, constrained)
+        of_format = pair_pool if pool.tile_format == TWO_OF_FOUR else slot_pool
+        of_format.store(pool, k, v, sequences, first_tiles, new_order, constrained)
         return
     kernels = compression_kernels(pool.device)
     k, v = checks.plain(k), checks.plain(v)
@@ -192,8 +193,9 @@ def load(pool: Pool, sequence: int, first_tile: int, tiles: int) -> tuple[Tensor
         raise ValueError(f"sequence must be from 0 to {pool.sequences - 1}, got {sequence}")
     if first_tile < 0 or tiles < 0 or first_tile + tiles > last:
         raise ValueError(f"tiles must be within the {last} of a sequence, got {tiles} from {first_tile} on")
-    if pool.tile_format == TWO_OF_FOUR and tiles:
-        return pair_pool.load(pool, sequence, first_tile, tiles)
+    if pool.tile_format != BITMAP and tiles:
+        of_format = pair_pool if pool.tile_format == TWO_OF_FOUR else slot_pool
+        return of_format.load(pool, sequence, first_tile, tiles)
     shape = (pool.kv_heads, tiles * TILE_TOKENS, pool.head_dim)
     k, v = (torch.empty(shape, dtype=pool.dtype, device=pool.device) for _ in range(2))
     if k.numel():

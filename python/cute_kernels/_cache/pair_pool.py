@@ -25,7 +25,7 @@ from cute_kernels.rules.two_of_four import TwoOfFour, two_of_four_mask
 
 
 @dataclass(frozen=True)
-class _Part:
+class Part:
     """The keys or the values of a pool."""
 
     role: str
@@ -40,13 +40,13 @@ class _Part:
         return Channels(self.channels[sequences], scales)
 
 
-def _parts(pool: Pool) -> Iterator[_Part]:
+def parts_of(pool: Pool) -> Iterator[Part]:
     keys, values = pool.slot_rows.keys, pool.slot_rows.values
-    yield _Part("key", pool.key_codec, pool.key_channels, pool.key_scales, 0, keys)
-    yield _Part("value", pool.value_codec, pool.value_channels, pool.value_scales, keys, values)
+    yield Part("key", pool.key_codec, pool.key_channels, pool.key_scales, 0, keys)
+    yield Part("value", pool.value_codec, pool.value_channels, pool.value_scales, keys, values)
 
 
-def _slots(pool: Pool, sequences: Tensor, first_tiles: Tensor, tiles: int) -> Tensor:
+def slots_of(pool: Pool, sequences: Tensor, first_tiles: Tensor, tiles: int) -> Tensor:
     """(n, Hkv, tiles) int64: those of the sequences' tiles, all of which have pages."""
     tile = first_tiles.long()[:, None] + torch.arange(tiles, device=pool.device)  # (n, tiles)
     pages = pool.page_table[sequences.long()[:, None], tile // pool.tiles_per_page].long()
@@ -68,8 +68,8 @@ def store(
     constrained: int64 (2,), of keys and values: what `Rule.constrained` says is added.
     """
     kernels = compression_kernels(pool.device)
-    index, slots = sequences.long(), _slots(pool, sequences, first_tiles, k.shape[2] // TILE_TOKENS).flatten()
-    for i, (part, x) in enumerate(zip(_parts(pool), (k, v))):
+    index, slots = sequences.long(), slots_of(pool, sequences, first_tiles, k.shape[2] // TILE_TOKENS).flatten()
+    for i, (part, x) in enumerate(zip(parts_of(pool), (k, v))):
         cache = Cache(checks.plain(x), part.role, 0, part.codec, None, TWO_OF_FOUR)
         totals = torch.zeros(2, dtype=torch.int64, device=pool.device)
         with kernels.launch() as stream:
@@ -104,9 +104,9 @@ def load(pool: Pool, sequence: int, first_tile: int, tiles: int) -> tuple[Tensor
     """As `page_pool.load`, of tiles that have pages."""
     kernels = compression_kernels(pool.device)
     of_sequence = torch.tensor([sequence], dtype=torch.int32, device=pool.device)
-    slots = _slots(pool, of_sequence, torch.full_like(of_sequence, first_tile), tiles).flatten()
+    slots = slots_of(pool, of_sequence, torch.full_like(of_sequence, first_tile), tiles).flatten()
     results = []
-    for part in _parts(pool):
+    for part in parts_of(pool):
         channels = part.of(of_sequence.long())
         storage = Storage(
             blocks=pool.blocks[slots, part.first_row : part.first_row + part.rows].flatten(0, 1),

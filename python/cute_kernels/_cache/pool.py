@@ -109,7 +109,7 @@ class Pool(_Tensors):
     @classmethod
     def of(cls, sizes: PageConfig, **tensors: Tensor) -> Pool:
         """The pool that these tensors are, as `sizes.pool_tensors` says; unchecked."""
-        sizes.slot_rows.check(sizes.padded_head_dim, sizes.key_codec, sizes.value_codec)
+        sizes.slot_rows.check(sizes.padded_head_dim, sizes.key_codec, sizes.value_codec, sizes.tile_format)
         return cls(
             **tensors,
             dtype=sizes.dtype,
@@ -132,12 +132,13 @@ class Pool(_Tensors):
             (self.key_rows, self.key_codec, self.key_scales),
             (self.value_rows, self.value_codec, self.value_scales),
         ):
-            before = empty = rows_before_values(padded, codec)
-            if self.tile_format == TWO_OF_FOUR:  # whose tiles have one size, and metadata of as many rows as a bitmap
+            before = empty = rows_before_values(padded, codec, self.tile_format)
+            if self.tile_format == TWO_OF_FOUR:  # whose tiles have one size
                 empty = _C.format.two_of_four_rows(padded, CODEC_CODES[codec])
             rows.fill_(empty)
             if scales is not None:
-                self.blocks[:, first + _C.format.bitmap_rows(padded) : first + before].fill_(ONE_PAIR)
+                scale_row = _C.format.scale_row(padded, TILE_FORMATS[self.tile_format])
+                self.blocks[:, first + scale_row : first + before].fill_(ONE_PAIR)
                 scales.fill_(1)
             first += empty
         for order in (self.token_order, self.key_channels, self.value_channels):

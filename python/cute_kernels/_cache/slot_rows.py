@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from cute_kernels._runtime.extension import _C, CODEC_CODES
+from cute_kernels._runtime.extension import _C, CODEC_CODES, TILE_FORMATS
 from cute_kernels._storage.steps import rows_before_values
+from cute_kernels._storage.storage import BITMAP, TWO_OF_FOUR_BITMAP
 
 
 @dataclass(frozen=True)
@@ -49,17 +50,46 @@ class SlotRows:
         )
         return cls(keys, values, keys + values)
 
-    def check(self, padded_head_dim: int, key_codec: str, value_codec: str) -> None:
+    @classmethod
+    def of_slots(
+        cls, padded_head_dim: int, key_keep: int, value_keep: int, key_codec: str, value_codec: str
+    ) -> SlotRows:
+        """For tiles of the format of at most two of four, of narrow codecs. A lane's stream has 2 `keep` values on
+        average. Token orders leave the longest stream of keys about one standard deviation above that, and that of
+        values 1.6, for their tokens move in fours."""
+        keeps, codecs = (key_keep, value_keep), (key_codec, value_codec)
+        bounds = [_slot_stream(padded_head_dim, keep) for keep in keeps]
+        rows = [_slot_rows(padded_head_dim, codec, mean + most) for (mean, most), codec in zip(bounds, codecs)]
+        means = [_slot_rows(padded_head_dim, codec, mean) for (mean, _), codec in zip(bounds, codecs)]
+        spare = 0.6 * math.hypot(
+            *(row - mean for row, mean in zip(rows, means))
+        )  # keys and values are rarely long together
+        return cls(*rows, min(sum(rows), sum(means) + math.ceil(spare)))
+
+    def check(self, padded_head_dim: int, key_codec: str, value_codec: str, tile_format: str = BITMAP) -> None:
         """Raises ValueError for slots without a row of values, or with more rows than a tile can take."""
         before = {}
         for name, rows, codec in (("keys", self.keys, key_codec), ("values", self.values, value_codec)):
-            before[name] = rows_before_values(padded_head_dim, codec)
-            most = _max_tile_rows(padded_head_dim, codec)
+            before[name] = rows_before_values(padded_head_dim, codec, tile_format)
+            most = _C.format.max_tile_rows(padded_head_dim, CODEC_CODES[codec], TILE_FORMATS[tile_format])
             if not before[name] < rows <= most:
                 raise ValueError(f"rows of a slot for {name} must be from {before[name] + 1} to {most}, got {rows}")
         least, most = self.keys + before["values"] + 1, self.keys + self.values
         if not least <= self.both <= most:
             raise ValueError(f"rows of a slot for keys and values must be from {least} to {most}, got {self.both}")
+
+
+def _slot_stream(padded_head_dim: int, keep: int) -> tuple[float, float]:
+    """Of the longest stream of a lane's slots: what tiles have on average, and what few have more."""
+    share = keep / padded_head_dim
+    spread = math.sqrt(2 * keep * (1 - 2 * share))
+    return 2 * keep + 1.3 * spread, 2.5 * spread + 5 * (1 - share)
+
+
+def _slot_rows(padded_head_dim: int, codec: str, longest: float) -> int:
+    values = min(math.ceil(longest), padded_head_dim)
+    before = rows_before_values(padded_head_dim, codec, TWO_OF_FOUR_BITMAP)
+    return before + _C.format.value_rows(values, CODEC_CODES[codec], TILE_FORMATS[TWO_OF_FOUR_BITMAP])
 
 
 def _max_tile_rows(padded_head_dim: int, codec: str) -> int:

@@ -21,7 +21,7 @@ from cute_kernels._cache.extend import Run, Tiles
 from cute_kernels._cache.pool import Pool, Share, Windows
 from cute_kernels._cache.sequences import TILE, Changes, Row
 from cute_kernels._runtime.extension import _C
-from cute_kernels._storage.storage import TWO_OF_FOUR
+from cute_kernels._storage.storage import BITMAP
 
 _REMEMBERED = 64  # groups of sequences whose numbers stay on the device
 
@@ -44,8 +44,8 @@ class CacheStorage:
             kv_heads=made_for.kv_heads,
             head_dim=made_for.head_dim,
             dtype=made_for.dtype,
-            key_keep=made_for.keys.kernel_keep,
-            value_keep=made_for.values.kernel_keep,
+            key_keep=made_for.pool_keep(made_for.keys),
+            value_keep=made_for.pool_keep(made_for.values),
             slot_rows=made_for.slot_rows,
             key_codec=made_for.key_codec,
             value_codec=made_for.value_codec,
@@ -160,7 +160,7 @@ class CacheStorage:
         return Tiles(run.compressed // TILE, tiles, tiles)
 
     def _prune(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        if self.pool.tile_format == TWO_OF_FOUR:  # chosen as tiles are stored, in the order of the sequence's channels
+        if self.pool.tile_format != BITMAP:  # chosen as tiles are stored, in the order of the sequence's channels
             return k, v
         keys, values = self._rules
         return keys.prune(k, self.constrained[0]), values.prune(v, self.constrained[1])

@@ -17,8 +17,8 @@ from cute_kernels._storage.validation import MAX_ROWS, check_size
 
 
 @dataclass(frozen=True)
-class _Parts:
-    """What a storage consists of besides its blocks, and what writes those."""
+class Selection:
+    """What is kept of a cache, and what else writes its blocks."""
 
     channels: Channels
     masks: Tensor
@@ -42,9 +42,12 @@ def compress_caches(caches: list[Cache]) -> list[Storage]:
                 _storage(cache, choose_channels(kernels, cache, True, None, stream), token_order, None)
                 for cache in caches
             ]
-        totals = torch.zeros(len(caches), _TOTALS, dtype=torch.int64, device=x.device)
-        parts = [_select(kernels, cache, of_cache[-3:], stream) for cache, of_cache in zip(caches, totals)]
-        _choose_orders(kernels, caches, parts, token_order, totals, stream)
+        totals = torch.zeros(len(caches), TOTALS, dtype=torch.int64, device=x.device)
+        parts = [
+            select(kernels, cache, choose_channels(kernels, cache, cache.kept == 0, None, stream), of_cache, stream)
+            for cache, of_cache in zip(caches, totals)
+        ]
+        choose_orders(kernels, caches, parts, token_order, totals, stream)
         no_counts = torch.zeros(1, caches[0].padded, dtype=torch.int32, device=x.device)  # nonzeros are known already
         row_offsets: list[Tensor] = []
         for cache, part, of_cache in zip(caches, parts, totals):
@@ -72,14 +75,16 @@ def compress_caches(caches: list[Cache]) -> list[Storage]:
     return results
 
 
-_TOTALS = steps.TOTALS + 3  # those of `steps.offsets`, values stored, values refused, nonzeros beyond two of four
+TOTALS = (
+    steps.TOTALS + 3
+)  # of a cache: those of `steps.offsets`, values stored, values refused, nonzeros beyond two of four
 
 
-def _select(kernels: Kernels, cache: Cache, totals: Tensor, stream: int) -> _Parts:
-    """totals: the last three."""
+def select(kernels: Kernels, cache: Cache, channels: Channels, totals: Tensor, stream: int) -> Selection:
+    """totals: int64 (TOTALS,), of which the last three are written."""
     x, kept = cache.x, cache.kept
     batch, kv_heads, tokens, head_dim = x.shape
-    channels = choose_channels(kernels, cache, kept == 0, None, stream)
+    totals = totals[-3:]
     scales = channels.scales(cache.tiles)
     longest = torch.empty(cache.tiles, dtype=torch.int32, device=x.device)
     operand = address(x), x.stride()[:3], *x.shape, DTYPE_CODES[x.dtype]
@@ -102,16 +107,16 @@ def _select(kernels: Kernels, cache: Cache, totals: Tensor, stream: int) -> _Par
             address(totals),
             stream,
         )
-        return _Parts(channels, masks, scales, counts, longest)
+        return Selection(channels, masks, scales, counts, longest)
     masks = torch.empty(batch * kv_heads * tokens * cache.padded // 32, dtype=torch.int32, device=x.device)
     totals[2] = kernels.module.select_two_of_four(*operand, role, address(channels.order), keep, address(masks), stream)
     if scales is not None:
         totals[1] = kernels.module.token_scales(*operand, address(masks), codec, by_channel, by_token, stream)
-    return _Parts(channels, masks, scales, None, longest)
+    return Selection(channels, masks, scales, None, longest)
 
 
-def _choose_orders(
-    kernels: Kernels, caches: list[Cache], parts: list[_Parts], token_order: Tensor, totals: Tensor, stream: int
+def choose_orders(
+    kernels: Kernels, caches: list[Cache], parts: list[Selection], token_order: Tensor, totals: Tensor, stream: int
 ) -> None:
     """Writes token_order, the longest stream of every tile and, on a CPU, how many values are stored."""
     cache = caches[0]
@@ -141,22 +146,28 @@ def _choose_orders(
         of_cache[-3] = stored[ROLE_CODES[cache.role]]
 
 
-def _pack(kernels: Kernels, cache: Cache, part: _Parts, totals: Tensor, storage: Storage, stream: int) -> None:
+def _pack(kernels: Kernels, cache: Cache, part: Selection, totals: Tensor, storage: Storage, stream: int) -> None:
     rows = storage.blocks.shape[0]
     if part.counts is None:
         steps.pack(kernels, cache.x, part.masks, part.scales, 0, totals, rows, storage.view(), stream)
-        return
-    assert part.scales is not None
-    kernels.module.pack_slots(
-        address(cache.x),
-        cache.x.stride()[:3],
-        address(part.masks),
-        address(part.scales.by_token),
-        address(totals),
-        rows,
-        storage.view(),
-        stream,
-    )
+    else:
+        by_token = 0 if part.scales is None else address(part.scales.by_token)
+        operand = address(cache.x), cache.x.stride()[:3], address(part.masks), by_token
+        kernels.module.pack_slots(*operand, address(totals), rows, storage.view(), 0, 0, stream)
+
+
+def pack_anywhere(
+    kernels: Kernels, cache: Cache, part: Selection, storage: Storage, rows: Tensor, dropped: Tensor, stream: int
+) -> None:
+    """Writes tiles to blocks that lie anywhere: `row_offsets` of the storage has their first rows. They are trimmed to
+    `rows`, int32 (tiles,). dropped: int64 (2,), tiles that lost values, and those values, are added."""
+    by_token = 0 if part.scales is None else address(part.scales.by_token)
+    operand = address(cache.x), cache.x.stride()[:3], address(part.masks), by_token
+    of_tiles = storage.view(), address(rows), address(dropped), stream
+    if part.counts is None:
+        kernels.module.pack_slots(*operand, *of_tiles)
+    else:
+        kernels.module.pack_slots(*operand, 0, 0, *of_tiles)
 
 
 def _storage(

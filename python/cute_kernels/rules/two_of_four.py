@@ -5,8 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cute_kernels._runtime.extension import SCALED_CODECS
 from cute_kernels._storage.two_of_four import dealt_apart
 from cute_kernels.rules.base import Rule, largest
+
+
+_MOST_OF_SLOTS = 0.35  # of a token, see `is_stored_as_slots`
 
 
 def _lost(x: Tensor, pruned: Tensor, kept: int) -> Tensor:
@@ -62,13 +66,23 @@ class MagnitudeTwoOfFour(Rule):
 
     def mask(self, x: Tensor, kept: int, role: str | None) -> Tensor:
         most = min(kept, x.shape[3] // 2)
-        candidates = two_of_four_mask(x, None if role == "value" else channel_order(x, most), role)
+        return self.mask_in(x, None if role == "value" else channel_order(x, most), kept, role)
+
+    def mask_in(self, x: Tensor, order: Tensor | None, kept: int, role: str | None) -> Tensor:
+        """`mask` with the channels of keys in this order, (B, Hkv, D) int64."""
+        candidates = two_of_four_mask(x, order, role)
         if kept == x.shape[3]:
             return candidates
         return largest(torch.where(candidates, x.abs(), -1.0), kept, 3) & candidates
 
     def constrained(self, x: Tensor, pruned: Tensor, kept: int) -> Tensor | None:
         return _lost(x, pruned, min(kept, x.shape[3] // 2))
+
+
+def is_stored_as_slots(rule: Rule, kept: int, codec: str, head_dim: int) -> bool:
+    """Whether what the rule leaves is stored in the tile format "two_of_four_bitmap" where nobody asks for another: where
+    it is faster than the bitmap format, from 65 % pruned on in narrow codecs."""
+    return isinstance(rule, MagnitudeTwoOfFour) and codec in SCALED_CODECS and kept <= _MOST_OF_SLOTS * head_dim
 
 
 def channel_order(x: Tensor, kept: int) -> Tensor:
