@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cute_kernels._cache.pair_pool import Part, parts_of, slots_of
 from cute_kernels._cache.page_config import TILE_TOKENS
+from cute_kernels._cache.pair_pool import Part, parts_of, slots_of
 from cute_kernels._cache.pool import Pool
 from cute_kernels._runtime import checks
-from cute_kernels._runtime.extension import _C, CODEC_CODES, TILE_FORMATS
+from cute_kernels._runtime.extension import _C, CODEC_CODES
 from cute_kernels._runtime.launching import address, compression_kernels
 from cute_kernels._storage import two_of_four, two_of_four_bitmap
 from cute_kernels._storage.compressor import Cache

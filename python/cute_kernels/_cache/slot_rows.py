@@ -59,12 +59,10 @@ class SlotRows:
         values 1.6, for their tokens move in fours."""
         keeps, codecs = (key_keep, value_keep), (key_codec, value_codec)
         bounds = [_slot_stream(padded_head_dim, keep) for keep in keeps]
-        rows = [_slot_rows(padded_head_dim, codec, mean + most) for (mean, most), codec in zip(bounds, codecs)]
+        keys, values = (_slot_rows(padded_head_dim, codec, sum(bound)) for bound, codec in zip(bounds, codecs))
         means = [_slot_rows(padded_head_dim, codec, mean) for (mean, _), codec in zip(bounds, codecs)]
-        spare = 0.6 * math.hypot(
-            *(row - mean for row, mean in zip(rows, means))
-        )  # keys and values are rarely long together
-        return cls(*rows, min(sum(rows), sum(means) + math.ceil(spare)))
+        spare = 0.6 * math.hypot(keys - means[0], values - means[1])  # keys and values are rarely long together
+        return cls(keys, values, min(keys + values, sum(means) + math.ceil(spare)))
 
     def check(self, padded_head_dim: int, key_codec: str, value_codec: str, tile_format: str = BITMAP) -> None:
         """Raises ValueError for slots without a row of values, or with more rows than a tile can take."""

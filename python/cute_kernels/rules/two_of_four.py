@@ -9,7 +9,6 @@ from cute_kernels._runtime.extension import SCALED_CODECS
 from cute_kernels._storage.two_of_four import dealt_apart
 from cute_kernels.rules.base import Rule, largest
 
-
 _MOST_OF_SLOTS = 0.35  # of a token, see `is_stored_as_slots`
 
 
@@ -80,8 +79,8 @@ class MagnitudeTwoOfFour(Rule):
 
 
 def is_stored_as_slots(rule: Rule, kept: int, codec: str, head_dim: int) -> bool:
-    """Whether what the rule leaves is stored in the tile format "two_of_four_bitmap" where nobody asks for another: where
-    it is faster than the bitmap format, from 65 % pruned on in narrow codecs."""
+    """Whether what the rule leaves is stored in the tile format "two_of_four_bitmap" unless another is asked for: in
+    narrow codecs, from 65 % pruned on, where it is faster than the bitmap format."""
     return isinstance(rule, MagnitudeTwoOfFour) and codec in SCALED_CODECS and kept <= _MOST_OF_SLOTS * head_dim
 
 
