@@ -50,9 +50,11 @@ def short_name(symbol: str) -> str:
     text = re.sub(r"StoredOperand<BitmapTile,(?:Fp16|Bf16)Codec,(\w+)>", r"\1", text)  # the codec says no more
     text = re.sub(r"ScaledOperand<BitmapTile,(\w+)Codec>", lambda of: of[1].lower(), text)
     text = re.sub(
-        r"(?:Stored|Scaled)Operand<TwoOfFourTile,(\w+)Codec(?:,\w+)?>", lambda of: f"2of4-{of[1].lower()}", text
+        r"(?:Stored|Scaled)Operand<TwoOfFour(Bitmap)?Tile,(\w+)Codec(?:,\w+)?>",
+        lambda of: f"{'at-most-' if of[1] else ''}2of4-{of[2].lower()}",
+        text,
     )
-    text = re.sub(r",(?:BitmapTile|TwoOfFourTile)>", ">", text)  # which the operand says
+    text = re.sub(r",(?:BitmapTile|TwoOfFourTile|TwoOfFourBitmapTile)>", ">", text)  # which the operand says
     name, arguments = _split(text)
     said: list[str] = []
     for argument in arguments:

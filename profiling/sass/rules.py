@@ -6,7 +6,7 @@
   copies in bulk and multiplies with WGMMAs of 64 x N x 16 whose A operand is in registers and which ptxas did not
   serialize (its notes C75xx).
 * What copies in bulk takes p of sparse_av by tensor copies (UTMALDG).
-* What multiplies tiles of exactly two of four, attention too, does so by sparse tensor cores (HMMA.SP.16832).
+* What multiplies tiles of two of four, exactly or at most, attention too, does so by sparse tensor cores (HMMA.SP.16832).
 * Attention of more than 16 rows multiplies as sparse_*_warpgroups do.
 * prefill_kernel copies in bulk and multiplies with WGMMAs of 64 x N x 16, which ptxas did not serialize.
 """
@@ -42,7 +42,7 @@ def is_sm90(kernel: Kernel) -> bool:
 
 
 def is_two_of_four(kernel: Kernel) -> bool:
-    """Whether it multiplies tiles of exactly two of four, by sparse tensor cores."""
+    """Whether it multiplies tiles of two of four, exactly or at most, by sparse tensor cores."""
     return "2of4-" in kernel.name
 
 

@@ -30,7 +30,7 @@ class SparseKV:
     codec: how nonzeros are stored: "fp16" and "bf16" as they are; "fp8", "int8" and "int4" rounded to codes of 8 or 4
         bits that are relative to scales of tokens and of channels.
     tile_format: where nonzeros are and in which order: "bitmap", or "two_of_four" where of every four neighbours two
-        are stored.
+        are stored, or "two_of_four_bitmap" where at most two are.
     device: where the storage lies.
     role: "key" or "value"; decides how tiles are laid out, and so which product takes it.
 
@@ -141,7 +141,7 @@ class SparseKV:
     @property
     def nnz(self) -> int:
         """Nonzeros of the whole cache; if not known yet, counted in the storage with a device synchronisation. A kept
-        value that its codec rounds to zero counts in tile format "bitmap", and does not in "two_of_four"."""
+        value that its codec rounds to zero counts in the tile formats with a bitmap, and does not in "two_of_four"."""
         storage = self._storage.exact()
         if storage.nnz is None:
             storage.nnz = tile_reader.count_nonzeros(storage)
