@@ -94,11 +94,11 @@ std::pair<int, int> slot_scratch(int role, int head_dim) {
 
 void select_slots(uintptr_t x, Strides const& strides, int batch, int kv_heads, int64_t tokens, int head_dim, int dtype,
                   int role, int codec, int keep, uintptr_t channel_order, uintptr_t channel_scales, uintptr_t masks,
-                  uintptr_t counts, uintptr_t token_scales, uintptr_t totals, uintptr_t stream) {
+                  uintptr_t counts, uintptr_t token_scales, uintptr_t totals, uintptr_t constrained, uintptr_t stream) {
   compress::SlotSelection selection{
       to_pointer<uint8_t>(channel_order), to_pointer<uint16_t>(channel_scales), keep,
       to_pointer<uint32_t>(masks),        to_pointer<uint8_t>(counts),          to_pointer<uint16_t>(token_scales),
-      to_pointer<int64_t>(totals)};
+      to_pointer<int64_t>(totals),        to_pointer<int64_t>(constrained)};
   compress::select_slots(dense_view(x, strides, batch, kv_heads, tokens, head_dim, dtype),
                          static_cast<format::Role>(role), static_cast<format::CodecId>(codec), selection,
                          stream_of(stream));
@@ -242,7 +242,7 @@ void bind_cuda(py::module_& m) {
            "Words of masks and bytes of counts that select_slots writes for a tile");
   cuda.def("select_slots", &select_slots, "x"_a, "strides"_a, "batch"_a, "kv_heads"_a, "tokens"_a, "head_dim"_a,
            "dtype"_a, "role"_a, "codec"_a, "keep"_a, "channel_order"_a, "channel_scales"_a, "masks"_a, "counts"_a,
-           "token_scales"_a, "totals"_a, "stream"_a,
+           "token_scales"_a, "totals"_a, "constrained"_a, "stream"_a,
            "adds to totals: values stored, those that the codec cannot store, nonzeros beyond two of four");
   cuda.def("order_slots", &order_slots, "key_counts"_a, "key_codec"_a, "key_longest"_a, "value_counts"_a,
            "value_codec"_a, "value_longest"_a, "tiles"_a, "token_order"_a, "stream"_a);

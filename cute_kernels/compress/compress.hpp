@@ -113,8 +113,12 @@ struct SlotSelection {
   uint32_t* masks;                // (heads * tiles, mask_words)
   uint8_t* counts;                // (heads * tiles, count_bytes), as in format::SlotCounts
   uint16_t* token_scale;          // (heads * tiles * 64), by token
-  int64_t* totals;  // are added to: values stored, those that the codec cannot store, nonzeros beyond two of four
-  int streams = 0;  // these are filled in
+  // Are added to: values stored, those that the codec cannot store, nonzeros beyond two of four; and, unless null, what
+  // magnitude alone would keep and is not kept.
+  int64_t* totals;
+  int64_t* constrained;
+  // These are filled in.
+  int streams = 0;
   float codec_largest = 0;
   bool has_nan = false;
 };

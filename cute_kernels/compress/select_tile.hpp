@@ -93,9 +93,11 @@ __device__ void unify_nans(uint32_t (&planes)[Words][kMagnitudeBits]) {
   }
 }
 
-// Sets the bits of the `keep` largest nonzero magnitudes.
-template <int Words>
-__device__ void keep_largest(uint32_t const (&planes)[Words][kMagnitudeBits], int keep, uint32_t (&kept)[Words]) {
+// Sets the bits of the `keep` largest nonzero magnitudes. take_ties(candidate, missing, kept): of these, which are equal,
+// so many as well, or all.
+template <int Words, class TakeTies>
+__device__ void keep_largest(uint32_t const (&planes)[Words][kMagnitudeBits], int keep, uint32_t (&kept)[Words],
+                             TakeTies&& take_ties) {
   uint32_t candidate[Words];  // magnitudes that agree with the keep-th largest in all planes so far
 #pragma unroll
   for (int w = 0; w < Words; ++w) candidate[w] = ~0u, kept[w] = 0;
@@ -116,15 +118,20 @@ __device__ void keep_largest(uint32_t const (&planes)[Words][kMagnitudeBits], in
       candidate[w] &= ~(planes[w][p] ^ same);
     }
   }
-  if (!positive) return;
+  if (positive) take_ties(candidate, missing, kept);
+}
+template <int Words>
+__device__ void keep_largest(uint32_t const (&planes)[Words][kMagnitudeBits], int keep, uint32_t (&kept)[Words]) {
+  keep_largest(planes, keep, kept, [](uint32_t const(&candidate)[Words], int missing, uint32_t (&kept)[Words]) {
 #pragma unroll
-  for (int w = 0; w < Words; ++w) {  // ties: the lowest channels
-    int count = __popc(candidate[w]);
-    uint32_t rest = count <= missing ? 0 : candidate[w];
-    for (int i = missing; rest && i > 0; --i) rest &= rest - 1;
-    kept[w] |= candidate[w] ^ rest;
-    missing = max(missing - count, 0);
-  }
+    for (int w = 0; w < Words; ++w) {  // the lowest channels
+      int count = __popc(candidate[w]);
+      uint32_t rest = count <= missing ? 0 : candidate[w];
+      for (int i = missing; rest && i > 0; --i) rest &= rest - 1;
+      kept[w] |= candidate[w] ^ rest;
+      missing = max(missing - count, 0);
+    }
+  });
 }
 
 // A lane's token in registers: the next rows may arrive.

@@ -4,6 +4,8 @@
 // it is known where tiles begin, one writes their blocks. A warp takes whole atoms of a tile there, and a lane its slots of
 // them, as the MMA kernels do. Narrow codecs only.
 #include "cute_kernels/compress/group_tile.hpp"
+#include "cute_kernels/compress/load_tile.hpp"
+#include "cute_kernels/compress/select_tile.hpp"
 #include "cute_kernels/format/group_order.hpp"
 
 namespace cute_kernels::compress {
@@ -26,205 +28,227 @@ void visit_narrow_codec(CodecId id, F&& f) {
 }
 
 // ---- Selection -------------------------------------------------------------------------------------------------------
+//
+// As select_tile.hpp: a warp takes half a tile and a lane a token, whose magnitudes are bit planes.
 
-// A token's mask. Of keys bit l of word 4 j + i is the channel at position 4 (32 j + l) + i, of values bit l of word e is
-// channel 32 e + l.
+// A token's mask. Of keys bit l of word 4 j + i is the channel at position 4 (32 j + l) + i, so that a group has one bit of
+// four words; of values bit l of word e is channel 32 e + l.
 template <int HeadDim>
 constexpr int kMaskWords = HeadDim / 32 < kGroup ? kGroup : HeadDim / 32;
+template <Role kRole, int HeadDim>
+constexpr int kPlaneWords = kRole == Role::kKey ? kMaskWords<HeadDim> : HeadDim / 32;
 
-template <int HeadDim>
-struct SelectStorage : DenseRows<HeadDim> {
-  float per_channel[HeadDim];                        // by channel
-  uint32_t of_class[kClasses][kMaskWords<HeadDim>];  // channels of values
+template <Role kRole, int HeadDim>
+struct SlotSelectStorage {
+  SelectStorage<HeadDim / 32> rows[kHalves];
+  alignas(16) uint8_t channel[kMaskWords<HeadDim> * 32];  // by bit of a mask: 32 w + l
+  float per_channel[HeadDim];                             // by channel
+  uint32_t of_class[kClasses][kMaskWords<HeadDim>];       // bits of a mask
 };
 
-// What a lane has of four tokens: magnitudes of candidates, and zeros; larger ones first, then lower channels.
-template <int HeadDim>
-using Ranks = uint32_t[kGroup][kMaskWords<HeadDim>];
-constexpr int kRankBits = 23, kChannelBits = 8;
+template <class Storage>
+__device__ uint16_t const* row_of(Storage const& s, int half, int lane) {
+  return reinterpret_cast<uint16_t const*>(s.rows[half].dense[lane]);
+}
 
-__device__ uint32_t rank_of(uint32_t key, int channel) { return key ? key << kChannelBits | (255u - channel) : 0u; }
-
-// Returns how many nonzeros are no candidates.
+// The magnitudes of the lane's token, in the order of its mask.
 template <Role kRole, int HeadDim>
-__device__ int find_candidates(SelectStorage<HeadDim> const& s, int first_token, uint32_t nan, Ranks<HeadDim>& ranks) {
-  constexpr int kWords = kMaskWords<HeadDim>;
-  int lane = threadIdx.x % 32, beyond = 0;
-  auto choose = [&](uint32_t (&keys)[kGroup]) {
-    uint32_t two = two_largest(keys);
+__device__ void read_mask_planes(SlotSelectStorage<kRole, HeadDim> const& s, int half, int lane,
+                                 uint32_t (&planes)[kPlaneWords<kRole, HeadDim>][kMagnitudeBits]) {
+  if constexpr (kRole == Role::kValue) {
+    read_planes(s.rows[half], planes, lane);
+  } else {
+    uint16_t const* row = row_of(s, half, lane);
 #pragma unroll
-    for (int i = 0; i < kGroup; ++i) {
-      bool is_candidate = i == static_cast<int>(two & 3) || i == static_cast<int>(two >> 2);
-      beyond += !is_candidate && keys[i];
-      if (!is_candidate) keys[i] = 0;
+    for (int w = 0; w < kPlaneWords<kRole, HeadDim>; ++w) {
+      uint32_t pairs[16], all[16];
+#pragma unroll
+      for (int i = 0; i < 16; i += 2) {
+        constexpr int kBits = HeadDim < 4 * 32 ? HeadDim / kGroup : 32;  // of a word
+        uint32_t channels = *reinterpret_cast<uint32_t const*>(s.channel + 32 * w + 2 * i);
+        auto element = [&](int j) { return uint32_t{row[channels >> 8 * j & 0xff]}; };
+        pairs[i] = 2 * i < kBits ? element(0) | element(1) << 16 : 0;
+        pairs[i + 1] = 2 * i < kBits ? element(2) | element(3) << 16 : 0;
+      }
+      to_planes(pairs, all);
+#pragma unroll
+      for (int p = 0; p < kMagnitudeBits; ++p) planes[w][p] = all[p];
     }
+  }
+}
+
+// Bits where `other` is larger than `own`; equal: what they have then.
+template <class Other>
+__device__ uint32_t is_larger(Other&& other, uint32_t const (&own)[kMagnitudeBits], uint32_t equal) {
+  uint32_t larger = equal;
+#pragma unroll
+  for (int p = 0; p < kMagnitudeBits; ++p) {  // the highest plane in which they differ decides
+    uint32_t bits = other(p);
+    larger = (bits & ~own[p]) | (larger & ~(bits ^ own[p]));
+  }
+  return larger;
+}
+
+__device__ uint32_t at_least_two(uint32_t a, uint32_t b, uint32_t c) { return (a & b) | (a & c) | (b & c); }
+
+// Makes zeros of magnitudes that are not among the two largest of their group, ties to the first.
+template <Role kRole, int Words>
+__device__ void keep_candidates(uint32_t (&planes)[Words][kMagnitudeBits], int lane) {
+  auto clear = [&](int w, uint32_t bits) {
+#pragma unroll
+    for (int p = 0; p < kMagnitudeBits; ++p) planes[w][p] &= ~bits;
   };
   if constexpr (kRole == Role::kKey) {
 #pragma unroll
-    for (int j = 0; j < kWords / kGroup; ++j) {
-      int first = kGroup * (lane + 32 * j), channel[kGroup];
-      bool exists = first < HeadDim;
-#pragma unroll
-      for (int i = 0; i < kGroup; ++i) channel[i] = s.channel[exists ? first + i : i];
-#pragma unroll
-      for (int t = 0; t < kGroup; ++t) {
-        uint32_t keys[kGroup];
-#pragma unroll
-        for (int i = 0; i < kGroup; ++i)
-          keys[i] = exists ? magnitude_key(s.element[first_token + t][channel[i]], nan) : 0;
-        choose(keys);
-#pragma unroll
-        for (int i = 0; i < kGroup; ++i) ranks[t][kGroup * j + i] = rank_of(keys[i], channel[i]);
-      }
+    for (int first = 0; first < Words; first += kGroup) {
+      // Whether word b beats word a, which comes before it; if not, a beats b.
+      auto beats = [&](int b, int a) {
+        return is_larger([&](int p) { return planes[first + b][p]; }, planes[first + a], 0u);
+      };
+      uint32_t b10 = beats(1, 0), b20 = beats(2, 0), b30 = beats(3, 0), b21 = beats(2, 1), b31 = beats(3, 1),
+               b32 = beats(3, 2);
+      clear(first, at_least_two(b10, b20, b30));
+      clear(first + 1, at_least_two(~b10, b21, b31));
+      clear(first + 2, at_least_two(~b20, ~b21, b32));
+      clear(first + 3, at_least_two(~b30, ~b31, ~b32));
     }
   } else {
 #pragma unroll
-    for (int e = 0; e < kWords; ++e) {
-      int channel = 32 * e + lane;
-      bool exists = channel < HeadDim;
-      uint32_t keys[kGroup];
+    for (int w = 0; w < Words; ++w) {
+      uint32_t beaten[kGroup - 1];
 #pragma unroll
-      for (int t = 0; t < kGroup; ++t) keys[t] = exists ? magnitude_key(s.element[first_token + t][channel], nan) : 0;
-      choose(keys);
-#pragma unroll
-      for (int t = 0; t < kGroup; ++t) ranks[t][e] = rank_of(keys[t], channel);
-    }
-  }
-  return beyond;
-}
-
-// The least rank that is kept of each of four tokens: of the `keep` largest, or of all nonzeros. Bit by bit.
-template <int HeadDim>
-__device__ void find_thresholds(Ranks<HeadDim> const& ranks, int keep, uint32_t (&least)[kGroup]) {
-  auto count = [&](uint32_t const(&bound)[kGroup], int (&counts)[kGroup]) {
-    uint32_t pairs[kGroup / 2] = {};
-#pragma unroll
-    for (int t = 0; t < kGroup; ++t) {
-      uint32_t n = 0;
-#pragma unroll
-      for (int e = 0; e < kMaskWords<HeadDim>; ++e) n += ranks[t][e] >= bound[t];
-      pairs[t / 2] += n << 16 * (t % 2);
-    }
-#pragma unroll
-    for (int i = 0; i < kGroup / 2; ++i) {
-      pairs[i] = __reduce_add_sync(~0u, pairs[i]);
-      counts[2 * i] = pairs[i] & 0xffff, counts[2 * i + 1] = pairs[i] >> 16;
-    }
-  };
-  int counts[kGroup], at_least[kGroup];
-#pragma unroll
-  for (int t = 0; t < kGroup; ++t) least[t] = 1;
-  if (keep == 0) return;
-  count(least, at_least);
-  bool is_done = true;
-#pragma unroll
-  for (int t = 0; t < kGroup; ++t) {
-    is_done &= at_least[t] <= keep;
-    if (at_least[t] > keep) least[t] = 0;
-  }
-#pragma unroll 1
-  for (int bit = kRankBits - 1; bit >= 0 && !is_done; --bit) {
-    uint32_t bound[kGroup];
-#pragma unroll
-    for (int t = 0; t < kGroup; ++t) bound[t] = least[t] | 1u << bit;
-    count(bound, counts);
-    is_done = true;
-#pragma unroll
-    for (int t = 0; t < kGroup; ++t) {
-      if (at_least[t] > keep && counts[t] >= keep) least[t] = bound[t], at_least[t] = counts[t];
-      is_done &= at_least[t] <= keep;
+      for (int x = 1; x < kGroup; ++x)
+        beaten[x - 1] = is_larger([&](int p) { return __shfl_xor_sync(~0u, planes[w][p], x); }, planes[w],
+                                  (lane ^ x) < lane ? ~0u : 0u);
+      clear(w, at_least_two(beaten[0], beaten[1], beaten[2]));
     }
   }
 }
 
-template <Role kRole, int HeadDim>
-__global__ void __launch_bounds__(kGroupThreads)
+template <Role kRole, int HeadDim, bool kBFloat16>
+__global__ void __launch_bounds__(32 * kHalves)
     select_slots_kernel(DenseView x, bool vectors, SlotSelection p, unsigned tiles_per_head) {
-  constexpr int kWords = kMaskWords<HeadDim>;
-  extern __shared__ __align__(16) uint8_t shared[];
-  auto& s = *reinterpret_cast<SelectStorage<HeadDim>*>(shared);
-  unsigned index = blockIdx.x, head = index / tiles_per_head;
-  int64_t first_token = int64_t{index % tiles_per_head} * kTileTokens;
-  int tokens = static_cast<int>(min(int64_t{kTileTokens}, x.tokens - first_token)), lane = threadIdx.x % 32;
+  constexpr int kWords = kPlaneWords<kRole, HeadDim>, kAllWords = kMaskWords<HeadDim>;
+  __shared__ SlotSelectStorage<kRole, HeadDim> s;
+  unsigned head = blockIdx.x / tiles_per_head;
+  int half = threadIdx.x / 32, lane = threadIdx.x % 32;
+  int64_t first_token = int64_t{blockIdx.x % tiles_per_head} * kTileTokens + half * kHalfTokens;
+  int tokens = static_cast<int>(max(int64_t{0}, min(int64_t{kHalfTokens}, x.tokens - first_token)));
   bool has_scales = p.codec_largest > 0;
-  load_rows<HeadDim>(s, x, head, first_token, tokens, vectors);
-  for (int i = threadIdx.x; i < kClasses * kWords; i += kGroupThreads) s.of_class[i / kWords][i % kWords] = 0;
-  for (int i = threadIdx.x; i < HeadDim; i += kGroupThreads) {
-    s.channel[i] = p.channel_order[head * HeadDim + i];
-    if (has_scales) s.per_channel[i] = 1 / scale_value(p.channel_scale[head * HeadDim + i]);
-  }
+  start_rows(s.rows[half], x.row(head, tokens ? first_token : 0), x.stride_token, x.head_dim, tokens, vectors, lane);
+  for (int i = threadIdx.x; i < kClasses * kAllWords; i += blockDim.x) s.of_class[i / kAllWords][i % kAllWords] = 0;
+  for (int i = threadIdx.x; i < kAllWords * 32; i += blockDim.x) s.channel[i] = 0;
   __syncthreads();
-  if constexpr (kRole == Role::kValue) {
-    for (int i = threadIdx.x; i < HeadDim; i += kGroupThreads)
-      atomicOr(&s.of_class[i % kClasses][s.channel[i] / 32], 1u << s.channel[i] % 32);
-    __syncthreads();
+  for (int position = threadIdx.x; position < HeadDim; position += blockDim.x) {
+    int channel = p.channel_order[head * HeadDim + position], group = position / kGroup;
+    int bit = kRole == Role::kKey ? 32 * (group / 32 * kGroup + position % kGroup) + group % 32 : channel;
+    int of_class = kRole == Role::kKey ? group % (kGroup * p.streams) : position % kClasses;
+    s.channel[bit] = static_cast<uint8_t>(channel);
+    atomicOr(&s.of_class[of_class][bit / 32], 1u << bit % 32);
+    if (has_scales) s.per_channel[position] = 1 / scale_value(p.channel_scale[head * HeadDim + position]);
   }
+  cute::cp_async_wait<0>();
+  __syncthreads();
 
-  uint32_t nan = nan_key(x.dtype);
-  int stored = 0, beyond = 0, refused = 0;
+  uint32_t planes[kWords][kMagnitudeBits], kept[kWords], largest[kWords] = {};
+  // Of keys bits are not in the order of channels.
+  auto take_ties = [&](uint32_t (&candidate)[kWords], int missing, uint32_t (&kept)[kWords]) {
+    int count = 0;
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) count += __popc(candidate[w]);
 #pragma unroll 1
-  for (int group = threadIdx.x / 32; group < kTileTokens / kGroup; group += kGroupWarps) {
-    Ranks<HeadDim> ranks;
-    uint32_t least[kGroup], words[kGroup][kWords], own = 0;
-    beyond += find_candidates<kRole, HeadDim>(s, kGroup * group, nan, ranks);
-    find_thresholds<HeadDim>(ranks, p.keep, least);
+    for (int excess = count - missing; excess > 0; --excess) {
+      int last = -1, last_bit = 0;
 #pragma unroll
-    for (int t = 0; t < kGroup; ++t) {
-#pragma unroll
-      for (int e = 0; e < kWords; ++e) {
-        words[t][e] = __ballot_sync(~0u, ranks[t][e] >= least[t]);
-        own = lane == kWords * t + e ? words[t][e] : own;
-      }
-    }
-    if (lane < kGroup * kWords) p.masks[(int64_t{index} * kTileTokens + kGroup * group) * kWords + lane] = own;
-    stored += lane < kGroup * kWords ? __popc(own) : 0;
-
-    int of_group = 0;
-#pragma unroll
-    for (int t = 0; t < kGroup; ++t) {
-      int n = 0;
-#pragma unroll
-      for (int e = 0; e < kWords; ++e) {
-        uint32_t of_class = lane >= kClasses        ? 0
-                            : kRole == Role::kValue ? s.of_class[lane][e]
-                            : p.streams == 2        ? 0x01010101u << lane
-                            : lane < kGroup         ? 0x11111111u << lane
-                                                    : 0;
-        n += __popc(words[t][e] & of_class);
-      }
-      of_group += n;
-      if (kRole == Role::kKey && lane < kClasses)
-        p.counts[(int64_t{index} * kTileTokens + kGroup * group + t) * kClasses + lane] = static_cast<uint8_t>(n);
-    }
-    if (kRole == Role::kValue && lane < kClasses)
-      p.counts[(int64_t{index} * kTileGroups + group) * kClasses + lane] = static_cast<uint8_t>(of_group);
-    if (!has_scales) continue;
-
-    uint32_t own_largest = 0;
-#pragma unroll
-    for (int t = 0; t < kGroup; ++t) {
-      uint32_t largest = 0;
-#pragma unroll
-      for (int e = 0; e < kWords; ++e) {
-        if (ranks[t][e] < least[t]) continue;
-        uint32_t key = ranks[t][e] >> kChannelBits;
-        if (key >= nan - 1) {  // infinity or NaN
-          refused += key < nan || !p.has_nan;
-          continue;
+      for (int w = 0; w < kWords; ++w) {
+#pragma unroll 1
+        for (uint32_t bits = candidate[w]; bits; bits &= bits - 1) {
+          int bit = 32 * w + __ffs(bits) - 1;
+          if (s.channel[bit] > last) last = s.channel[bit], last_bit = bit;
         }
-        float magnitude = to_float(static_cast<uint16_t>(key), x.dtype);
-        largest = max(largest, __float_as_uint(magnitude * s.per_channel[255 - (ranks[t][e] & 255)]));
       }
-      largest = __reduce_max_sync(~0u, largest);
-      own_largest = lane == t ? largest : own_largest;
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) candidate[w] &= ~(last_bit / 32 == w ? 1u << last_bit % 32 : 0u);
     }
-    if (lane < kGroup)
-      p.token_scale[int64_t{index} * kTileTokens + kGroup * group + lane] =
-          token_scale(__uint_as_float(own_largest), p.codec_largest);
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) kept[w] |= candidate[w];
+  };
+  auto find_largest = [&](uint32_t (&bits)[kWords]) {
+    if constexpr (kRole == Role::kKey)
+      keep_largest(planes, most_kept(p.keep), bits, take_ties);
+    else
+      keep_largest(planes, most_kept(p.keep), bits);
+  };
+  auto count_nonzeros = [&] {
+    int count = 0;
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+      uint32_t nonzero = 0;
+#pragma unroll
+      for (int plane = 0; plane < kMagnitudeBits; ++plane) nonzero |= planes[w][plane];
+      count += __popc(nonzero);
+    }
+    return count;
+  };
+  read_mask_planes(s, half, lane, planes);
+  unify_nans<kBFloat16>(planes);
+  if (p.constrained) find_largest(largest);
+  int beyond = count_nonzeros();
+  keep_candidates<kRole>(planes, lane);
+  beyond -= count_nonzeros();
+  find_largest(kept);
+
+  int stored = 0, lost = 0, refused = 0;
+  int64_t token = int64_t{blockIdx.x} * kTileTokens + threadIdx.x;
+#pragma unroll
+  for (int w = 0; w < kAllWords; ++w) {
+    p.masks[token * kAllWords + w] = w < kWords ? kept[w] : 0;
+    if (w >= kWords) continue;
+    stored += __popc(kept[w]);
+    lost += __popc(largest[w] & ~kept[w]);
+  }
+  uint32_t counts[2] = {};  // a byte a class
+#pragma unroll
+  for (int c = 0; c < kClasses; ++c) {
+    uint32_t n = 0;
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) n += __popc(kept[w] & s.of_class[c][w]);
+    counts[c / 4] |= n << 8 * (c % 4);
+  }
+  if constexpr (kRole == Role::kValue) {  // of four tokens
+#pragma unroll
+    for (int step = 1; step < kGroup; step *= 2) {
+      counts[0] += __shfl_xor_sync(~0u, counts[0], step);
+      counts[1] += __shfl_xor_sync(~0u, counts[1], step);
+    }
+  }
+  auto* of_tiles = reinterpret_cast<uint2*>(p.counts);
+  if (kRole == Role::kKey)
+    of_tiles[token] = make_uint2(counts[0], counts[1]);
+  else if (lane % kGroup == 0)
+    of_tiles[token / kGroup] = make_uint2(counts[0], counts[1]);
+
+  if (has_scales) {
+    uint16_t const* row = row_of(s, half, lane);
+    float most = 0;
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+#pragma unroll 1
+      for (uint32_t bits = kept[w]; bits; bits &= bits - 1) {
+        int channel = s.channel[32 * w + __ffs(bits) - 1];
+        float magnitude = fabsf(from_half_bits(row[channel], x.dtype));
+        if (magnitude < INFINITY)
+          most = fmaxf(most, magnitude * s.per_channel[channel]);
+        else
+          refused += !p.has_nan || magnitude == INFINITY;
+      }
+    }
+    p.token_scale[token] = token_scale(most, p.codec_largest);
   }
   add_to(p.totals, stored);
   add_to(p.totals + 1, refused);
   add_to(p.totals + 2, beyond);
+  if (p.constrained) add_to(p.constrained, lost);
 }
 
 // ---- Order -----------------------------------------------------------------------------------------------------------
@@ -457,7 +481,8 @@ __global__ void __launch_bounds__(kGroupThreads)
   uint32_t nan = nan_key(view.dtype);
 #pragma unroll 1
   for (int atom = first_atom; atom < first_atom + kAtoms; ++atom) {
-    uint32_t metadata[2] = {}, codes[2] = {}, bits = 0;  // metadata of groups 0 to 3 of the atom, and of 4 to 7
+    uint32_t metadata[2] = {}, bits = 0;  // metadata of groups 0 to 3 of the atom, and of 4 to 7
+    float scaled[kAtomSlots];
 #pragma unroll
     for (int r = 0; r < Tile::kAtomGroups; ++r) {
       RolePlace<HeadDim> place(is_key, lane, Tile::kAtomGroups * atom + r);
@@ -477,12 +502,16 @@ __global__ void __launch_bounds__(kGroupThreads)
         int at = two >> (2 * i) & 3, slot = kKept * r + i;
         uint32_t value = at & 2 ? (at & 1 ? element[3] : element[2]) : (at & 1 ? element[1] : element[0]);
         uint32_t key = at & 2 ? (at & 1 ? keys[3] : keys[2]) : (at & 1 ? keys[1] : keys[0]);
-        if (!key) continue;
-        float scaled = scaled_down(to_float(static_cast<uint16_t>(value), view.dtype),
+        scaled[slot] = scaled_down(from_half_bits(static_cast<uint16_t>(value), view.dtype),
                                    s.per_channel[place.channel_of(at)], s.per_token[place.token_of(at)]);
-        codes[slot / 4] |= Codec::encode(scaled) << 8 * (slot % 4);
-        bits |= 1u << Tile::bitmap_bit<Codec>(slot);
+        bits |= key ? 1u << Tile::bitmap_bit<Codec>(slot) : 0;
       }
+    }
+    uint32_t codes[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float const four[] = {scaled[4 * i], scaled[4 * i + 1], scaled[4 * i + 2], scaled[4 * i + 3]};
+      codes[i] = encode_four<Codec>(four);
     }
     s.atoms[atom][lane] = make_uint2(codes[0], codes[1]);
     // An atom's bits lie as those of the word's first one, so many further on.
@@ -581,11 +610,21 @@ void select_slots(DenseView const& x, Role role, CodecId codec, SlotSelection se
   });
   unsigned tiles_per_head = static_cast<unsigned>((x.tokens + kTileTokens - 1) / kTileTokens);
   visit_head_dim(padded_head_dim(x.head_dim), [&](auto head_dim) {
-    auto* kernel = role == Role::kKey ? select_slots_kernel<Role::kKey, head_dim()>
-                                      : select_slots_kernel<Role::kValue, head_dim()>;
-    launch_tiles(kernel, int64_t{x.batch} * x.kv_heads * tiles_per_head, kGroupThreads,
-                 sizeof(SelectStorage<head_dim()>), stream, "launch of select_slots", x, x.has_vectors(), selection,
-                 tiles_per_head);
+    auto launch = [&](auto kernel) {
+      kernel<<<static_cast<unsigned>(int64_t{x.batch} * x.kv_heads * tiles_per_head), 32 * kHalves, 0, stream>>>(
+          x, x.has_vectors(), selection, tiles_per_head);
+      check_cuda(cudaGetLastError(), "launch of select_slots");
+    };
+    auto launch_as = [&](auto is_bfloat16) {
+      if (role == Role::kKey)
+        launch(select_slots_kernel<Role::kKey, head_dim(), is_bfloat16()>);
+      else
+        launch(select_slots_kernel<Role::kValue, head_dim(), is_bfloat16()>);
+    };
+    if (x.dtype == DType::kBFloat16)
+      launch_as(std::true_type{});
+    else
+      launch_as(std::false_type{});
   });
 }
 

@@ -406,6 +406,7 @@ class cuda:
         counts: int,
         token_scales: int,
         totals: int,
+        constrained: int,
         stream: int,
     ) -> None: ...
     @staticmethod

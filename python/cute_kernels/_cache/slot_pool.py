@@ -53,9 +53,12 @@ def store(
                 part.channels[index] = chosen.order
                 if part.scales is not None and chosen.scale is not None:
                     part.scales[index] = chosen.scale
+        on_gpu = constrained if kernels.device.type == "cuda" else None
         selections = [
-            two_of_four_bitmap.select(kernels, cache, part.of(index), of_cache, stream)
-            for part, cache, of_cache in zip(parts, caches, totals)
+            two_of_four_bitmap.select(
+                kernels, cache, part.of(index), totals[i], stream, None if on_gpu is None else on_gpu[i]
+            )
+            for i, (part, cache) in enumerate(zip(parts, caches))
         ]
         two_of_four_bitmap.choose_orders(kernels, caches, selections, token_order, totals, stream)
         first, left = slots * pool.slot_rows.both, torch.full_like(slots, pool.slot_rows.both)
@@ -68,7 +71,7 @@ def store(
             first, left = first + rows, left - rows
     pool.token_order[slots] = token_order.view(-1, TILE_TOKENS)
     pool.refused.add_(totals[:, -2])
-    if constrained is not None:
+    if constrained is not None and on_gpu is None:
         for i, (cache, selection) in enumerate(zip(caches, selections)):
             constrained[i] += _lost(cache, selection.channels)
 

@@ -80,8 +80,16 @@ TOTALS = (
 )  # of a cache: those of `steps.offsets`, values stored, values refused, nonzeros beyond two of four
 
 
-def select(kernels: Kernels, cache: Cache, channels: Channels, totals: Tensor, stream: int) -> Selection:
-    """totals: int64 (TOTALS,), of which the last three are written."""
+def select(
+    kernels: Kernels,
+    cache: Cache,
+    channels: Channels,
+    totals: Tensor,
+    stream: int,
+    constrained: Tensor | None = None,
+) -> Selection:
+    """totals: int64 (TOTALS,), of which the last three are written. constrained: int64, to which a GPU adds what magnitude
+    alone would keep and is not kept."""
     x, kept = cache.x, cache.kept
     batch, kv_heads, tokens, head_dim = x.shape
     totals = totals[-3:]
@@ -105,6 +113,7 @@ def select(kernels: Kernels, cache: Cache, channels: Channels, totals: Tensor, s
             address(counts),
             by_token,
             address(totals),
+            0 if constrained is None else address(constrained),
             stream,
         )
         return Selection(channels, masks, scales, counts, longest)
