@@ -125,7 +125,7 @@ __device__ void keep_candidates(uint32_t (&planes)[Words][kMagnitudeBits], int l
   }
 }
 
-template <Role kRole, int HeadDim, bool kBFloat16>
+template <Role kRole, int HeadDim>
 __global__ void __launch_bounds__(32 * kHalves)
     select_slots_kernel(DenseView x, bool vectors, SlotSelection p, unsigned tiles_per_head) {
   constexpr int kWords = kPlaneWords<kRole, HeadDim>, kAllWords = kMaskWords<HeadDim>;
@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(32 * kHalves)
   cute::cp_async_wait<0>();
   __syncthreads();
 
-  uint32_t planes[kWords][kMagnitudeBits], kept[kWords], largest[kWords] = {};
+  uint32_t planes[kWords][kMagnitudeBits], kept[kWords] = {}, largest[kWords];
   // Of keys bits are not in the order of channels.
   auto take_ties = [&](uint32_t (&candidate)[kWords], int missing, uint32_t (&kept)[kWords]) {
     int count = 0;
@@ -173,12 +173,6 @@ __global__ void __launch_bounds__(32 * kHalves)
 #pragma unroll
     for (int w = 0; w < kWords; ++w) kept[w] |= candidate[w];
   };
-  auto find_largest = [&](uint32_t (&bits)[kWords]) {
-    if constexpr (kRole == Role::kKey)
-      keep_largest(planes, most_kept(p.keep), bits, take_ties);
-    else
-      keep_largest(planes, most_kept(p.keep), bits);
-  };
   auto count_nonzeros = [&] {
     int count = 0;
 #pragma unroll
@@ -191,12 +185,26 @@ __global__ void __launch_bounds__(32 * kHalves)
     return count;
   };
   read_mask_planes(s, half, lane, planes);
-  unify_nans<kBFloat16>(planes);
-  if (p.constrained) find_largest(largest);
-  int beyond = count_nonzeros();
-  keep_candidates<kRole>(planes, lane);
-  beyond -= count_nonzeros();
-  find_largest(kept);
+  if (x.dtype == DType::kBFloat16)
+    unify_nans<true>(planes);
+  else
+    unify_nans<false>(planes);
+  // What magnitude alone would keep, where somebody asks for that, then what is kept.
+  int beyond = 0;
+#pragma unroll 1
+  for (int is_last = p.constrained ? 0 : 1; is_last < 2; ++is_last) {
+    if (is_last) {
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) largest[w] = kept[w];
+      beyond = count_nonzeros();
+      keep_candidates<kRole>(planes, lane);
+      beyond -= count_nonzeros();
+    }
+    if constexpr (kRole == Role::kKey)
+      keep_largest(planes, most_kept(p.keep), kept, take_ties);
+    else
+      keep_largest(planes, most_kept(p.keep), kept);
+  }
 
   int stored = 0, lost = 0, refused = 0;
   int64_t token = int64_t{blockIdx.x} * kTileTokens + threadIdx.x;
@@ -610,21 +618,10 @@ void select_slots(DenseView const& x, Role role, CodecId codec, SlotSelection se
   });
   unsigned tiles_per_head = static_cast<unsigned>((x.tokens + kTileTokens - 1) / kTileTokens);
   visit_head_dim(padded_head_dim(x.head_dim), [&](auto head_dim) {
-    auto launch = [&](auto kernel) {
-      kernel<<<static_cast<unsigned>(int64_t{x.batch} * x.kv_heads * tiles_per_head), 32 * kHalves, 0, stream>>>(
-          x, x.has_vectors(), selection, tiles_per_head);
-      check_cuda(cudaGetLastError(), "launch of select_slots");
-    };
-    auto launch_as = [&](auto is_bfloat16) {
-      if (role == Role::kKey)
-        launch(select_slots_kernel<Role::kKey, head_dim(), is_bfloat16()>);
-      else
-        launch(select_slots_kernel<Role::kValue, head_dim(), is_bfloat16()>);
-    };
-    if (x.dtype == DType::kBFloat16)
-      launch_as(std::true_type{});
-    else
-      launch_as(std::false_type{});
+    auto* kernel = role == Role::kKey ? select_slots_kernel<Role::kKey, head_dim()>
+                                      : select_slots_kernel<Role::kValue, head_dim()>;
+    launch_tiles(kernel, int64_t{x.batch} * x.kv_heads * tiles_per_head, 32 * kHalves, 0, stream,
+                 "launch of select_slots", x, x.has_vectors(), selection, tiles_per_head);
   });
 }
 

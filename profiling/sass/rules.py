@@ -6,7 +6,8 @@
   copies in bulk and multiplies with WGMMAs of 64 x N x 16 whose A operand is in registers and which ptxas did not
   serialize (its notes C75xx).
 * What copies in bulk takes p of sparse_av by tensor copies (UTMALDG).
-* What multiplies tiles of two of four, exactly or at most, attention too, does so by sparse tensor cores (HMMA.SP.16832).
+* What multiplies tiles of two of four, exactly or at most, attention too, does so by sparse tensor cores
+  (HMMA.SP.16832).
 * Attention of more than 16 rows multiplies as sparse_*_warpgroups do.
 * prefill_kernel copies in bulk and multiplies with WGMMAs of 64 x N x 16, which ptxas did not serialize.
 """

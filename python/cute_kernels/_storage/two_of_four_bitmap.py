@@ -88,8 +88,8 @@ def select(
     stream: int,
     constrained: Tensor | None = None,
 ) -> Selection:
-    """totals: int64 (TOTALS,), of which the last three are written. constrained: int64, to which a GPU adds what magnitude
-    alone would keep and is not kept."""
+    """totals: int64 (TOTALS,), of which the last three are written. constrained: int64, to which a GPU adds what
+    magnitude alone would keep and is not kept."""
     x, kept = cache.x, cache.kept
     batch, kv_heads, tokens, head_dim = x.shape
     totals = totals[-3:]
