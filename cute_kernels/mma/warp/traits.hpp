@@ -49,11 +49,9 @@ struct WarpShape {
   static constexpr int kMaxWarps = kRegisters <= 128 ? 16 : kRegisters <= 168 ? 12 : 8;
 };
 
-template <Role kRole, class Stored, int kHeadDim, int kN,
-          bool kIsTwoOfFour = format::kIsTwoOfFour<typename Stored::TileFormat>>
+template <Role kRole, class Stored, int kHeadDim, int kN, class TileFormat = typename Stored::TileFormat>
 struct WarpTraits : WarpShape<kRole, Stored, kHeadDim, kN> {
   using Common = WarpShape<kRole, Stored, kHeadDim, kN>;
-  using TileFormat = typename Stored::TileFormat;
 
   // The packed layout is derived from the tile format's atom; every atom used must agree on A.
   static_assert(std::is_same_v<typename MMA_Traits<WarpMmaOp<typename Common::Element>>::ALayout,
@@ -67,7 +65,7 @@ struct WarpTraits : WarpShape<kRole, Stored, kHeadDim, kN> {
 
 // Of two of four: the dense atom is that of the window, of B and of accumulators, which the sparse one shares.
 template <Role kRole, class Stored, int kHeadDim, int kN>
-struct WarpTraits<kRole, Stored, kHeadDim, kN, true> : WarpShape<kRole, Stored, kHeadDim, kN> {
+struct SparseWarpTraits : WarpShape<kRole, Stored, kHeadDim, kN> {
   using Common = WarpShape<kRole, Stored, kHeadDim, kN>;
 
   using SparseTraits = MMA_Traits<format::SparseMma_16x8x32<typename Common::Element>>;
@@ -76,5 +74,11 @@ struct WarpTraits<kRole, Stored, kHeadDim, kN, true> : WarpShape<kRole, Stored, 
       std::is_same_v<typename SparseTraits::ALayout, typename MMA_Traits<format::TwoOfFourGroups::MmaAtom>::ALayout>);
   static_assert(std::is_same_v<typename SparseTraits::CLayout, typename DenseTraits::CLayout>);
 };
+template <Role kRole, class Stored, int kHeadDim, int kN>
+struct WarpTraits<kRole, Stored, kHeadDim, kN, format::TwoOfFourTile>
+    : SparseWarpTraits<kRole, Stored, kHeadDim, kN> {};
+template <Role kRole, class Stored, int kHeadDim, int kN>
+struct WarpTraits<kRole, Stored, kHeadDim, kN, format::TwoOfFourBitmapTile>
+    : SparseWarpTraits<kRole, Stored, kHeadDim, kN> {};
 
 }  // namespace cute_kernels::mma
