@@ -35,14 +35,16 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) prefill_kernel(CUTE_GRID_
   sync_cluster<Traits>();
   if (work_tile.of_absent_rows()) return;
   int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroupThreads, 0);
-  if (warpgroup >= Traits::kConsumers) {
+  // Code far behind the kernel's begin takes long to arrive, and the compiler puts the last case first: that of decoders,
+  // whom all others wait for.
+  if (warpgroup < Traits::kConsumers) {
+    cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
+    Consumer<Traits>(params, work_tile, storage, warpgroup).run();
+  } else {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kDecoderRegisters>();
     int decoder = warpgroup - Traits::kConsumers;
     uint8_t* stages = shared + kFixedBytes<Traits> + decoder * params.block_stages * params.stage_bytes;
     TileDecoder<Traits>(params, work_tile, storage, stages, decoder).run();
-  } else {
-    cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
-    Consumer<Traits>(params, work_tile, storage, warpgroup).run();
   }
   if constexpr (Traits::kClusterCtas > 1) sync_cluster<Traits>();  // no CTA ends while another arrives at its barriers
 }
