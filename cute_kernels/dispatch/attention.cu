@@ -95,8 +95,7 @@ void run_with(Kernels<Params> const& kernels, attention::Problem const& problem,
   schedule.rows = params.group * problem.q_tokens;
   int n = kernels.rows_per_pass(schedule.rows), row_blocks = (schedule.rows + n - 1) / n;
   int64_t cost = describe_work(problem, row_blocks, schedule);
-  bool is_two_of_four = keys.tile_format == format::TileFormatId::kTwoOfFour;  // whose order is that of memory
-  params.separate_orders = !is_two_of_four && keys.token_order != values.token_order;
+  params.separate_orders = has_separate_orders(problem);
   params.zero_masked = problem.lengths && !keys.pages.table;  // sequences in pages end with a tile
   params.uniform = !schedule.variable_length && !params.separate_orders && !keys.pages.table && !problem.sequences &&
                    !problem.packed.starts;
@@ -178,18 +177,16 @@ void run(attention::Problem const& problem, Workspace const& workspace, std::str
                              format::tile_format_name(problem.values.tile_format));
   check_window(problem.window);
   visit_backend(backend, problem.keys.padded_head_dim, device, [&](auto kernels) {
-    using Prefill = typename decltype(kernels)::Prefill;
-    if constexpr (!std::is_void_v<Prefill>) {
+    using Backend = decltype(kernels);
+    if constexpr (Backend::kHasPrefill) {
       int rows = problem.q_heads / problem.keys.kv_heads * problem.q_tokens;
-      // The prefill kernel decodes 16-bit values under a bitmap.
-      bool has_decoder =
-          !format::has_scales(problem.keys.codec) && problem.keys.tile_format == format::TileFormatId::kBitmap;
-      bool separate_orders = problem.keys.token_order != problem.values.token_order;
-      if (has_decoder && rows > most_decoding_rows(problem.keys.padded_head_dim, separate_orders)) {
+      if (rows > most_decoding_rows(problem.keys, has_separate_orders(problem))) {
         if (tuning.stages_ahead > 0)
           throw std::runtime_error("no stages ahead can be chosen for " + std::to_string(rows) +
                                    " query rows a KV head, which the prefill kernel takes");
-        return run_prefill<Prefill>(problem, workspace, device, stream);
+        return mma::visit_codecs(problem.keys, [&](auto codecs) {
+          run_prefill<typename Backend::template Prefill<decltype(codecs)>>(problem, workspace, device, stream);
+        });
       }
     }
     run_with(decltype(kernels)::attention_kernels(problem.keys), problem, workspace, device, tuning, stream);

@@ -41,7 +41,7 @@ Kernels<Params> kernels_of(format::SparseView const& view, F&& launcher) {
 
 template <int kHeadDim>
 struct Sm80 {
-  using Prefill = void;  // none
+  static constexpr bool kHasPrefill = false;
   static Kernels<qk::Params> qk_kernels(format::SparseView const& view) {
     return kernels_of<qk::Params>(view, [](auto codecs) { return qk::sm80::launcher<kHeadDim, decltype(codecs)>(); });
   }
@@ -56,6 +56,7 @@ struct Sm80 {
 
 template <int kHeadDim>
 struct Sm90 {
+  static constexpr bool kHasPrefill = true;
   static Kernels<qk::Params> qk_kernels(format::SparseView const& view) {
     return kernels_of<qk::Params>(view, [](auto codecs) { return qk::sm90::launcher<kHeadDim, decltype(codecs)>(); });
   }
@@ -66,7 +67,8 @@ struct Sm90 {
     return kernels_of<attention::Params>(
         view, [](auto codecs) { return attention::sm90::launcher<kHeadDim, decltype(codecs)>(); });
   }
-  using Prefill = attention::prefill::Launcher<kHeadDim>;  // takes any number of query rows
+  template <class Codecs>
+  using Prefill = attention::prefill::Launcher<kHeadDim, Codecs>;  // takes any number of query rows
 };
 
 // f(Backend<head_dim>{}). std::runtime_error if the library or the device lacks the backend, std::invalid_argument for

@@ -14,10 +14,19 @@
 
 namespace cute_kernels::dispatch {
 
+// Whether keys and values have token orders of their own. That of exactly two of four is the order of memory.
+inline bool has_separate_orders(attention::Problem const& problem) {
+  return problem.keys.tile_format == format::TileFormatId::kBitmap &&
+         problem.keys.token_order != problem.values.token_order;
+}
+
 // Query rows of a KV head up to which the decoding kernels are faster, as measured.
-constexpr int most_decoding_rows(int padded_head_dim, bool separate_orders) {
-  int by_warpgroup = separate_orders ? 0 : attention::max_warpgroup_rows(padded_head_dim);
-  return std::max(attention::max_rows(padded_head_dim), by_warpgroup);
+inline int most_decoding_rows(format::SparseView const& keys, bool separate_orders) {
+  int rows = attention::max_rows(keys.padded_head_dim);
+  bool is_narrow = format::is_narrow(keys.codec);
+  if (keys.tile_format == format::TileFormatId::kTwoOfFour) return is_narrow ? 2 * rows : rows;
+  if (is_narrow || separate_orders) return rows;
+  return std::max(rows, attention::max_warpgroup_rows(keys.padded_head_dim));
 }
 
 // Into how many splits a KV head's tokens are cut, such that the CTAs of all work tiles fill the SMs: the last of them
@@ -64,11 +73,11 @@ void run_prefill(attention::Problem const& problem, Workspace const& workspace, 
   params.query_tokens = cutlass::FastDivmod(problem.q_tokens);
   params.row_blocks = cutlass::FastDivmod(row_blocks);
   params.kv_heads = cutlass::FastDivmod(keys.kv_heads);
-  params.separate_orders = keys.token_order != values.token_order;
+  params.separate_orders = has_separate_orders(problem);
   params.zero_masked = problem.lengths && !keys.pages.table;  // sequences in pages end with a tile
 
   params.q_vectorized = in_vectors(problem.q, problem.q_strides);
-  prefill::Limits limits = Launcher::limits(keys.codec, variant);
+  prefill::Limits limits = Launcher::limits(keys.dtype, variant);
   int block_bytes = std::max(keys.max_tile_rows, values.max_tile_rows) * format::kRowBytes;
   int behind = std::max(2 * prefill::kOrderBytes, format::kRowsBehind * format::kRowBytes);
   params.stage_bytes = (block_bytes + behind + 127) / 128 * 128;

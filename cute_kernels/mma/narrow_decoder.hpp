@@ -70,6 +70,13 @@ struct NarrowDecoder {
     decode_word(word, at, r, 0);
   }
 
+  // Those of atoms `atom` and `atom + 1` of a word, 16, into 8 registers.
+  template <class Registers>
+  CUTE_DEVICE static void decode16(uint32_t word, int atom, Cursor& at, Registers& r) {
+    decode<0>(word, at, atom, r, -4 * atom);
+    decode<1>(word, at, atom, r, -4 * atom);
+  }
+
   // One after the other: from quad to quad only a count is carried on, which takes one instruction.
   template <class Registers>
   CUTE_DEVICE static void decode64(uint32_t word0, uint32_t word1, Cursor& at, Registers& r) {

@@ -24,11 +24,18 @@ class QuarterTile {
   // A fragments of a step's words, 4 registers an atom; steps in order.
   template <class Registers>
   CUTE_DEVICE void decode(int step, Registers& registers /* (4 * kWordAtoms * kStepWords) */) {
-    uint32_t word = ptx::load_shared_u32(column_ + step * kStepWords * format::kRowBytes);
+    uint32_t first = word(step * kStepWords);
     if constexpr (kStepWords == 2)
-      Decoder::decode64(word, ptx::load_shared_u32(column_ + (2 * step + 1) * format::kRowBytes), at_, registers);
+      Decoder::decode64(first, word(2 * step + 1), at_, registers);
     else
-      Decoder::decode32(word, at_, registers);
+      Decoder::decode32(first, at_, registers);
+  }
+
+  // A bitmap word, and of narrow codecs two of its atoms, from an even one on; in order.
+  CUTE_DEVICE uint32_t word(int index) const { return ptx::load_shared_u32(column_ + index * format::kRowBytes); }
+  template <class Registers>
+  CUTE_DEVICE void decode_atoms(uint32_t word, int atom, Registers& registers /* (8) */) {
+    Decoder::decode16(word, atom, at_, registers);
   }
 
  private:

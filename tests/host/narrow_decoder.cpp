@@ -72,7 +72,12 @@ bool decodes(Role role, Packed const& packed) {
         uint32_t words[32];
         Registers r{words};
         uint32_t const* bitmap = &packed.block[word * kLanes + lane];
-        if constexpr (kStep == 2) {
+        if constexpr (kAtOnce) {  // two atoms at a time
+          for (int atom = 0; atom < 4 * kStep; atom += 2) {
+            Registers of_atoms{words + 4 * atom};
+            Decoder::decode16(bitmap[atom / 4 * kLanes], atom % 4, at, of_atoms);
+          }
+        } else if constexpr (kStep == 2) {
           Decoder::decode64(bitmap[0], bitmap[kLanes], at, r);
         } else {
           Decoder::decode32(bitmap[0], at, r);

@@ -10,11 +10,13 @@
 #include <set>
 
 #include "check.hpp"
-#include "cute_kernels/format/tile/bitmap.hpp"
+#include "cute_kernels/format/codec/scales.hpp"
 
 using namespace cute;
 using namespace cute_kernels;
-using Order = attention::prefill::OperandLayout<format::BitmapTile>;
+using attention::prefill::kUnitBytes, attention::prefill::kUnitColumns;
+template <class TileFormat>
+using OrderOf = attention::prefill::OperandLayout<TileFormat>;
 
 constexpr int kTokens = format::kTileTokens, kWarps = 4;
 
@@ -33,8 +35,9 @@ bool meets_no_bank_twice(OffsetOf offset_of) {
   return true;
 }
 
-template <int kHeadDim>
+template <class TileFormat, int kHeadDim>
 void check_head_dim() {
+  using Order = OrderOf<TileFormat>;
   std::set<int> channels;
   for (int column = 0; column < kHeadDim; ++column) channels.insert(Order::position_of_column(column));
   check(static_cast<int>(channels.size()) == kHeadDim && *channels.rbegin() == kHeadDim - 1, "channels", kHeadDim);
@@ -43,20 +46,49 @@ void check_head_dim() {
   Offsets<kHeadDim, kTokens> values;
   for (int warp = 0; warp < kWarps; ++warp)
     for (int further : {0, 8}) {
-      check(meets_no_bank_twice([&](int lane) {
-              return keys(Order::row_of_token(16 * warp + lane / 4 + further), lane % 4 * Order::kUnitColumns);
-            }),
-            "stores of keys", kHeadDim, warp, further);
-      check(meets_no_bank_twice([&](int lane) {
-              int channel = kHeadDim / kWarps * warp + lane / 4 + further;
-              return values(Order::row_of_channel(channel), lane % 4 * Order::kUnitColumns);
-            }),
-            "stores of values", kHeadDim, warp, further);
+      auto key = [&](int lane, int column) {
+        return keys(Order::row_of_token(16 * warp + Order::lane_row(lane) + further), column);
+      };
+      auto value = [&](int lane, int column) {
+        int channel = kHeadDim / kWarps * warp + Order::lane_row(lane) + further;
+        return values(Order::row_of_channel(channel), column);
+      };
+      check(meets_no_bank_twice([&](int lane) { return key(lane, Order::lane_column(lane)); }), "stores of keys",
+            kHeadDim, warp, further);
+      check(meets_no_bank_twice([&](int lane) { return value(lane, Order::lane_column(lane)); }), "stores of values",
+            kHeadDim, warp, further);
+      for (int lane = 0; lane < 32; ++lane) {
+        int first = Order::lane_column(lane), second = first + Order::kUnitsApart * kUnitColumns;
+        int swap = Order::kUnitsApart * kUnitBytes / 2;  // elements
+        check((key(lane, first) ^ swap) == key(lane, second), "second units of keys", kHeadDim, lane);
+        check((value(lane, first) ^ swap) == value(lane, second), "second units of values", kHeadDim, lane);
+      }
     }
 }
 
+// A warp's units are all of a block of 16 rows x 64 columns; positions, and indices of scales, of a lane's columns add up.
+template <class TileFormat>
+void check_lanes() {
+  using Order = OrderOf<TileFormat>;
+  std::set<int> elements;
+  for (int lane = 0; lane < 32; ++lane)
+    for (int unit = 0; unit < 2; ++unit)
+      for (int i = 0; i < kUnitColumns; ++i) {
+        int first = Order::lane_column(lane), distance = Order::kUnitsApart * kUnitColumns * unit + i;
+        int position = Order::position_of_column(first + distance);
+        elements.insert(64 * Order::lane_row(lane) + first + distance);
+        check(Order::position_of_column(first) + Order::position_of_column(distance) == position, "positions", lane, i);
+        check(format::scale_index(Order::position_of_column(first)) +
+                      format::scale_index(Order::position_of_column(distance)) ==
+                  format::scale_index(position),
+              "indices of scales", lane, i);
+      }
+  check(elements.size() == 8 * 64, "units");
+}
+
 // What a lane has of an A fragment is what the columns of its unit say: registers 0 and 2 of two atoms.
-void check_units() {
+void check_bitmap_units() {
+  using Order = OrderOf<format::BitmapTile>;
   for (int column = 0; column < Order::kBlockColumns; ++column) {
     int unit = column / 8, lane = unit % 4, pair = column % 8 / 2, half = column % 2;
     int atom = 2 * (unit / 4) + pair % 2, of_atom = 2 * lane + half + 8 * (pair / 2);
@@ -65,11 +97,18 @@ void check_units() {
   }
 }
 
+template <class TileFormat>
+void check_format() {
+  check(attention::prefill::is_consistent<TileFormat>(), "orders and their inverses");
+  check_lanes<TileFormat>();
+  check_head_dim<TileFormat, 64>();
+  check_head_dim<TileFormat, 128>();
+  check_head_dim<TileFormat, 256>();
+}
+
 int main() {
-  check(Order::is_consistent(), "orders and their inverses");
-  check_units();
-  check_head_dim<64>();
-  check_head_dim<128>();
-  check_head_dim<256>();
+  check_bitmap_units();
+  check_format<format::BitmapTile>();
+  check_format<format::TwoOfFourTile>();
   return report();
 }

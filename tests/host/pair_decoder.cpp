@@ -71,6 +71,20 @@ void check_tile(Role role, std::mt19937& random) {
   check(right, "registers", Codec::kValueBits, kHeadDim, static_cast<int>(role));
 }
 
+// A group's elements by its two values and its metadata.
+void check_selectors() {
+  uint32_t const values[2] = {0x8001, 0xfffe}, pair = values[0] | values[1] << 16;
+  for (uint32_t first = 0; first < 4; ++first)
+    for (uint32_t second = first + 1; second < 4; ++second) {
+      uint32_t selectors = mma::group_selectors(first | second << 2);
+      for (uint32_t i = 0; i < 4; ++i) {
+        uint32_t elements = ptx::permute_bytes(pair, 0, i < 2 ? selectors : selectors >> 16);
+        uint32_t expected = i == first ? values[0] : i == second ? values[1] : 0;
+        check((elements >> 16 * (i % 2) & 0xffff) == expected, "elements of a group", first, second, i);
+      }
+    }
+}
+
 template <class Codec>
 void check_codec() {
   std::mt19937 random(1);
@@ -84,6 +98,7 @@ void check_codec() {
 }  // namespace
 
 int main() {
+  check_selectors();
   check_codec<Fp16Codec>();
   check_codec<Fp8Codec>();
   check_codec<Int8Codec>();

@@ -221,6 +221,7 @@ def test_rules_that_hold():
                 kernel("sm90::attention_kernel<Traits<2of4-fp8,128,8>>", BULK + SPARSE_MMA + MMA),
                 kernel("combine_partials<Traits>", "        /*0000*/  EXIT ;\n"),
                 kernel("prefill_kernel<Traits>", BULK + PIPELINED),
+                kernel("prefill_kernel<Traits<TwoOfFourCodecs,f16,128,2,2>>", BULK + PIPELINED),
             ]
         )
         == []

@@ -1,5 +1,5 @@
 #include "cute_kernels/ops/attention/prefill/launch_impl.hpp"
 
 namespace cute_kernels::attention::prefill {
-template struct Launcher<CUTE_KERNELS_HEAD_DIM>;
+template struct Launcher<CUTE_KERNELS_HEAD_DIM, mma::CUTE_KERNELS_CODECS>;
 }

@@ -6,7 +6,7 @@
 
 #include <cute/arch/copy_sm90_tma.hpp>
 
-#include "cute_kernels/mma/quarter_tile.hpp"
+#include "cute_kernels/ops/attention/prefill/lane_units.hpp"
 #include "cute_kernels/ops/attention/prefill/storage.hpp"
 
 namespace cute_kernels::attention::prefill {
@@ -44,6 +44,7 @@ class TileDecoder {
   }
 
   CUTE_DEVICE void run() {
+    load_channel_scales();
     int tiles = work_tile_.end - work_tile_.begin, operands = Operand<Traits>::count(tiles);
     int own_operands = max(0, operands - first_operand_ + kOperandStep - 1) / kOperandStep;
     BlockLoader loader(*this, tiles);
@@ -68,9 +69,6 @@ class TileDecoder {
   }
 
  private:
-  using Quarter = mma::QuarterTile<TileFormat, typename Traits::Codec, Traits::kHeadDim>;
-  static_assert(Quarter::kWordAtoms * 16 == 64 && format::kTileTokens == 64);
-
   Params const& params_;
   WorkTile const& work_tile_;
   Storage<Traits>& storage_;
@@ -158,10 +156,33 @@ class TileDecoder {
     return stages_ + (stage * Traits::kStageElements + layout(row, column)) * static_cast<int>(sizeof(Element));
   }
 
+  // Scales of channels as elements: of keys in the order of columns, of values by position.
+  CUTE_DEVICE void load_channel_scales() {
+    if constexpr (Traits::kDecodesNarrow) {
+      if (!params_.keys.channel_scale) return;
+      auto load = [&](format::SparseView const& view, int position) {
+        uint16_t const* scales = view.channel_scale_of(work_tile_.sequence, work_tile_.kv_head);
+        return Element(format::scale_value(__ldg(scales + position)));
+      };
+      auto& [keys, values] = storage_.channel_scales[decoder_];
+      for (int i = threadIdx.x % kWarpgroupThreads; i < Traits::kHeadDim; i += kWarpgroupThreads)
+        keys[i] = load(params_.keys, Order::position_of_column(i)), values[i] = load(params_.values, i);
+      sync_warpgroup();
+    }
+  }
+
+  // Shared-memory address.
+  CUTE_DEVICE uint32_t channel_scales(format::Role role) const {
+    if constexpr (Traits::kDecodesNarrow)
+      return cast_smem_ptr_to_uint(storage_.channel_scales[decoder_][static_cast<int>(role)]);
+    else
+      return 0;
+  }
+
   // With the tokens in the order of the values, so that P comes out in the order that V has.
   CUTE_DEVICE void decode_keys(BlockStage const& from, int stage, int parity, bool with_order) {
     uint8_t const* order = from.token_order;
-    int position[2] = {16 * warp_ + lane_ / 4, 16 * warp_ + lane_ / 4 + 8};  // of the lane's tokens
+    int position[2] = {16 * warp_ + Order::lane_row(lane_), 16 * warp_ + Order::lane_row(lane_) + 8};  // of the tokens
     if (params_.separate_orders) {
       order = from.value_order;
       uint8_t* positions = storage_.positions[decoder_][parity];
@@ -173,66 +194,74 @@ class TileDecoder {
     if (with_order && lane_ < 4)
       reinterpret_cast<uint32_t*>(storage_.token_order[stage])[4 * warp_ + lane_] =
           reinterpret_cast<uint32_t const*>(order)[4 * warp_ + lane_];
-    // A word has 64 channels, as many as a block of the swizzled layout.
-    constexpr int kWordBytes = Traits::kTokens * 64 * sizeof(Element);
+    // Blocks are side by side, as those of the swizzled layout are.
+    constexpr int kBlockBytes = Traits::kTokens * 64 * sizeof(Element);
     uint32_t rows[2];
     CUTE_UNROLL
-    for (int i = 0; i < 2; ++i) rows[i] = key_address(stage, Order::row_of_token(position[i]), unit_column());
-    decode_words<kWordBytes>(from, rows, [](uint32_t*, int) {});
+    for (int i = 0; i < 2; ++i)
+      rows[i] = key_address(stage, Order::row_of_token(position[i]), Order::lane_column(lane_));
+    decode_blocks<format::Role::kKey, kBlockBytes>(from, rows, [](int, uint32_t (&)[4]) {});
   }
 
   // tile: of the sequence's compressed ones.
   CUTE_DEVICE void decode_values(BlockStage const& from, int tile, int stage) {
-    // A word has 16 channels, all tokens.
-    constexpr int kWordBytes = 16 * 64 * sizeof(Element);
-    int channel = Traits::kHeadDim / kWarpgroupWarps * warp_ + lane_ / 4;
+    constexpr int kBlockBytes = 16 * 64 * sizeof(Element);
+    int channel = Traits::kHeadDim / kWarpgroupWarps * warp_ + Order::lane_row(lane_);
     uint32_t rows[2];
     CUTE_UNROLL
-    for (int i = 0; i < 2; ++i) rows[i] = value_address(stage, Order::row_of_channel(channel + 8 * i), unit_column());
+    for (int i = 0; i < 2; ++i)
+      rows[i] = value_address(stage, Order::row_of_channel(channel + 8 * i), Order::lane_column(lane_));
     if (params_.zero_masked && (tile + 1) * format::kTileTokens > work_tile_.tokens) {
       int tokens = work_tile_.tokens - tile * format::kTileTokens;
-      decode_words<kWordBytes>(from, rows, [&](uint32_t* registers, int atom) {
-        // Columns 2t, 2t + 1 of 16, then 8 further on; see TileFormat::ColumnPositions.
+      uint8_t const* order = from.token_order + Order::position_of_column(Order::lane_column(lane_));
+      auto counts = [&](int distance) { return order[Order::position_of_column(distance)] < tokens; };
+      decode_blocks<format::Role::kValue, kBlockBytes>(from, rows, [&](int unit, uint32_t (&elements)[4]) {
         CUTE_UNROLL
-        for (int pair = 0; pair < 2; ++pair) {
-          uint8_t const* order = from.token_order + 16 * atom + 2 * (lane_ % 4) + pair;
-          uint32_t counts = (order[0] < tokens ? 0xffffu : 0u) | (order[8] < tokens ? 0xffff0000u : 0u);
-          registers[2 * pair] &= counts, registers[2 * pair + 1] &= counts;
+        for (int pair = 0; pair < 4; ++pair) {
+          int distance = Order::kUnitsApart * kUnitColumns * unit + 2 * pair;
+          elements[pair] &= (counts(distance) ? 0xffffu : 0u) | (counts(distance + 1) ? 0xffff0000u : 0u);
         }
       });
     } else {
-      decode_words<kWordBytes>(from, rows, [](uint32_t*, int) {});
+      decode_blocks<format::Role::kValue, kBlockBytes>(from, rows, [](int, uint32_t (&)[4]) {});
     }
   }
 
-  // Of the lane's first 16 bytes in a row.
-  CUTE_DEVICE int unit_column() const { return lane_ % 4 * Order::kUnitColumns; }
+  // rows: where the lane's first units of two rows go of the first block; those of the next block kBlockBytes further on.
+  // edit(0 or 1, the elements of such a unit of the lane's): before that.
+  template <format::Role kRole, int kBlockBytes, class Edit>
+  CUTE_DEVICE void decode_blocks(BlockStage const& from, uint32_t const (&rows)[2], Edit&& edit) {
+    with_codec([&](auto codec) {
+      using Units = LaneUnits<TileFormat, decltype(codec), Element, kRole, Traits::kHeadDim>;
+      Units units(cast_smem_ptr_to_uint(from.block), warp_, channel_scales(kRole));
+#pragma unroll(Units::kUnrolls ? Units::kSteps : 1)
+      for (int step = 0; step < Units::kSteps; ++step) {
+        units.decode(step, [&](int block, int row, int unit, uint32_t (&elements)[4]) {
+          edit(unit, elements);
+          // The units of a row are swizzled: some units further on is an exclusive or.
+          uint32_t to = rows[row] + (Units::kStepBlocks * step + block) * kBlockBytes;
+          cutlass::arch::shared_store<16>(to ^ (Order::kUnitsApart * kUnitBytes * unit), elements);
+        });
+      }
+    });
+  }
 
-  // rows: where the lane's first 16 bytes of two rows, 8 apart in the fragments, go of the first word; those of the next
-  // word kWordBytes further on. edit(registers of an atom, atom of the word): before that.
-  template <int kWordBytes, class Edit>
-  CUTE_DEVICE void decode_words(BlockStage const& from, uint32_t const (&rows)[2], Edit&& edit) {
-    Quarter quarter(cast_smem_ptr_to_uint(from.block), warp_);
-    CUTE_UNROLL
-    for (int step = 0; step < Quarter::kSteps; ++step) {
-      Tensor registers = make_tensor<uint32_t>(Int<4 * Quarter::kWordAtoms * Quarter::kStepWords>{});
-      quarter.decode(step, registers);
-      CUTE_UNROLL
-      for (int i = 0; i < Quarter::kStepWords; ++i) {
-        uint32_t* word = &registers(4 * Quarter::kWordAtoms * i);
-        CUTE_UNROLL
-        for (int atom = 0; atom < Quarter::kWordAtoms; ++atom) edit(word + 4 * atom, atom);
-        int offset = (Quarter::kStepWords * step + i) * kWordBytes;
-        CUTE_UNROLL
-        for (int half = 0; half < 2; ++half) {
-          uint32_t const *a = word + 8 * half, *b = a + 4;  // two atoms
-          // The units of a row are swizzled: four units further on is an exclusive or.
-          uint32_t const first[4] = {a[0], b[0], a[2], b[2]}, second[4] = {a[1], b[1], a[3], b[3]};
-          cutlass::arch::shared_store<16>((rows[0] + offset) ^ (64 * half), first);
-          cutlass::arch::shared_store<16>((rows[1] + offset) ^ (64 * half), second);
-        }
+  // f(codec) with that of the cache.
+  template <class F>
+  CUTE_DEVICE void with_codec(F&& f) {
+    if constexpr (Traits::kDecodesNarrow) {
+      switch (params_.keys.codec) {
+        case format::CodecId::kFp8:
+          return f(format::Fp8Codec{});
+        case format::CodecId::kInt8:
+          return f(format::Int8Codec{});
+        case format::CodecId::kInt4:
+          return f(format::Int4Codec{});
+        default:
+          break;
       }
     }
+    if constexpr (Traits::kDecodesOwn) f(typename Traits::OwnCodec{});
   }
 
   // Dense tokens, 8 elements at a time: keys in the order of the compressed keys' channels, values in that of theirs.

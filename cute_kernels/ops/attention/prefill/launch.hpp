@@ -26,7 +26,8 @@ struct Limits {
   int fixed_shared_bytes;  // without these stages
 };
 
-template <int kHeadDim>
+// Codecs: those whose kernels are in one object file (mma/stored_operand.hpp).
+template <int kHeadDim, class Codecs>
 struct Launcher {
   // In ascending order of rows.
   static constexpr auto kVariants = [] {
@@ -36,8 +37,8 @@ struct Launcher {
       return std::array{Variant{1, 1}, Variant{2, 1}};
   }();
 
-  // std::runtime_error for a codec that is not instantiated.
-  static Limits limits(format::CodecId codec, Variant variant);
+  // dtype: of q and of the cache.
+  static Limits limits(DType dtype, Variant variant);
   static void launch(Params const& params, Variant variant, int ctas, int shared_bytes, cudaStream_t stream);
 };
 

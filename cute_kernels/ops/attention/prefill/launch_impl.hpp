@@ -6,34 +6,35 @@
 
 namespace cute_kernels::attention::prefill {
 
-template <int kHeadDim, size_t kIndex = 0, class Stored, class F>
-auto visit_variant(Stored stored, Variant variant, F&& f) {
-  constexpr Variant kVariant = Launcher<kHeadDim>::kVariants[kIndex];
-  if constexpr (kIndex + 1 < Launcher<kHeadDim>::kVariants.size())
+// f(traits) with the variant's.
+template <int kHeadDim, class Codecs, class Element, size_t kIndex = 0, class F>
+auto visit_variant(Variant variant, F&& f) {
+  constexpr auto kVariants = Launcher<kHeadDim, Codecs>::kVariants;
+  constexpr Variant kVariant = kVariants[kIndex];
+  if constexpr (kIndex + 1 < kVariants.size())
     if (variant.rows() != kVariant.rows())
-      return visit_variant<kHeadDim, kIndex + 1>(stored, variant, std::forward<F>(f));
-  return f(Traits<Stored, kHeadDim, kVariant.consumers, kVariant.cluster_ctas>{});
+      return visit_variant<kHeadDim, Codecs, Element, kIndex + 1>(variant, std::forward<F>(f));
+  return f(Traits<Codecs, Element, kHeadDim, kVariant.consumers, kVariant.cluster_ctas>{});
 }
 
-// codec: of 16 bits, which says the dtype.
-template <int kHeadDim, class F>
-auto visit_traits(format::CodecId codec, Variant variant, F&& f) {
-  return mma::visit_stored_operand<mma::HalfCodecs>(
-      codec, [&](auto stored) { return visit_variant<kHeadDim>(stored, variant, f); });
+template <int kHeadDim, class Codecs, class F>
+auto visit_traits(DType dtype, Variant variant, F&& f) {
+  if (dtype == DType::kFloat16) return visit_variant<kHeadDim, Codecs, half_t>(variant, std::forward<F>(f));
+  return visit_variant<kHeadDim, Codecs, bfloat16_t>(variant, std::forward<F>(f));
 }
 
-template <int kHeadDim>
-Limits Launcher<kHeadDim>::limits(format::CodecId codec, Variant variant) {
-  return visit_traits<kHeadDim>(codec, variant, [](auto traits) {
+template <int kHeadDim, class Codecs>
+Limits Launcher<kHeadDim, Codecs>::limits(DType dtype, Variant variant) {
+  return visit_traits<kHeadDim, Codecs>(dtype, variant, [](auto traits) {
     using T = decltype(traits);
     return Limits{T::kDecoders, kMaxBlockStages, kFixedBytes<T>};
   });
 }
 
-template <int kHeadDim>
-void Launcher<kHeadDim>::launch(Params const& params, Variant variant, int ctas, int shared_bytes,
-                                cudaStream_t stream) {
-  visit_traits<kHeadDim>(params.keys.codec, variant, [&](auto traits) {
+template <int kHeadDim, class Codecs>
+void Launcher<kHeadDim, Codecs>::launch(Params const& params, Variant variant, int ctas, int shared_bytes,
+                                        cudaStream_t stream) {
+  visit_traits<kHeadDim, Codecs>(params.keys.dtype, variant, [&](auto traits) {
     using T = decltype(traits);
     pipeline::Config config{};
     config.ctas = ctas;

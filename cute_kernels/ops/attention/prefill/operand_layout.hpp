@@ -1,48 +1,80 @@
 // Where decoded elements lie in a stage: both K (tokens x channels) and V^T (channels x tokens) have rows of 128 bytes,
 // or several of them side by side, whose 16-byte units are swizzled as WGMMA reads its B operand.
 //
-// The order along the product's k is free, if both operands have it. Columns are put such that the 8 elements of a unit
-// are a lane's, of two A fragments side by side along K, so that it stores them at once:
+// The order along the product's k is free, if both operands have it: P comes out of S in the order that O += P V takes
+// if rows of K have the order of columns of V^T. So columns are put such that the 8 elements of a unit are a lane's, and
+// rows such that the 8 lanes of a quarter of a warp store to different banks.
+//
+// OperandLayout<TileFormat> has
+//   position_of_column, row_of_token       channel position of a column of K, token position of a column of V^T or of S; row of K
+//                                          of a token position: the column of V^T that has it
+//   row_of_channel, channel_of_row         row of V^T of a channel position, and back
+//   lane_row, lane_column, kUnitsApart     of a lane in a block of 16 rows x 64 columns: the position of its first row, 8
+//                                          before the other one; its first column; units from there to its second unit.
+//                                          Positions of its columns are those of the first one and of the distance, added
+#pragma once
+
+#include "cute_kernels/format/tile/bitmap.hpp"
+#include "cute_kernels/format/tile/two_of_four.hpp"
+
+namespace cute_kernels::attention::prefill {
+
+inline constexpr int kUnitColumns = 8, kUnitBytes = 16;
+
+template <class TileFormat>
+struct OperandLayout;
+
+// A unit is of two A fragments side by side along K:
 //
 //   column          8 u + 0, 1       8 u + 2, 3       8 u + 4, 5       8 u + 6, 7
 //   of lane u % 4   atom a, a0       atom a + 1, a0   atom a, a2       atom a + 1, a2      a = 2 * (u / 4), a0 .. a3: registers
 //
-// P comes out of S in the order that O += P V takes if rows of K have the order of columns of V^T. Rows are put such that
-// the 8 lanes of a quarter of a warp, two rows of 4 units, store to different banks.
-#pragma once
+// A quarter of a warp has two rows of 4 units.
+template <>
+struct OperandLayout<format::BitmapTile> {
+  static constexpr int kBlockColumns = 64, kUnitsApart = 4;
 
-#include "cute_kernels/format/tile/tile.hpp"
-
-namespace cute_kernels::attention::prefill {
-
-template <class TileFormat>
-struct OperandLayout {
-  static constexpr int kUnitColumns = 8, kBlockColumns = 64;
-
-  // Channel position of a column of K, token position of a column of V^T; also the token position of a column of S.
   CUTE_HOST_DEVICE static constexpr int position_of_column(int column) {
     int block = column / kBlockColumns * kBlockColumns, unit = column % kBlockColumns / kUnitColumns;
     int lane = unit % 4, pair = column / 2 % 4, atom = 2 * (unit / 4) + pair % 2;
-    return TileFormat::position_of_column(block + 16 * atom + 8 * (pair / 2) + 2 * lane + column % 2);
+    return format::BitmapTile::position_of_column(block + 16 * atom + 8 * (pair / 2) + 2 * lane + column % 2);
   }
-
-  // Row of K of a token position: the column of V^T that has it.
   CUTE_HOST_DEVICE static constexpr int row_of_token(int position) {
     int atom = position / 16, lane = position / 2 % 4, pair = 2 * (position % 2) + atom % 2;
     return kUnitColumns * (4 * (atom / 2) + lane) + 2 * pair + position / 8 % 2;
   }
-
-  // Row of V^T of a channel position, and back.
   CUTE_HOST_DEVICE static constexpr int row_of_channel(int position) {
     return position / 8 * 8 + position % 8 / 2 + position % 2 * 4;
   }
   CUTE_HOST_DEVICE static constexpr int channel_of_row(int row) { return row / 8 * 8 + row % 4 * 2 + row % 8 / 4; }
 
-  static constexpr bool is_consistent() {
-    for (int i = 0; i < format::kTileTokens; ++i)
-      if (position_of_column(row_of_token(i)) != i || channel_of_row(row_of_channel(i)) != i) return false;
-    return true;
-  }
+  CUTE_HOST_DEVICE static constexpr int lane_row(int lane) { return lane / 4; }
+  CUTE_HOST_DEVICE static constexpr int lane_column(int lane) { return lane % 4 * kUnitColumns; }
 };
+
+// The order of the format, which is that of memory. A quarter of a warp has 8 rows of one unit.
+template <>
+struct OperandLayout<format::TwoOfFourTile> {
+  static constexpr int kUnitsApart = 1;
+
+  CUTE_HOST_DEVICE static constexpr int position_of_column(int column) {
+    return format::TwoOfFourTile::position_of_column(column);
+  }
+  CUTE_HOST_DEVICE static constexpr int row_of_token(int position) { return position; }
+  CUTE_HOST_DEVICE static constexpr int row_of_channel(int position) { return position; }
+  CUTE_HOST_DEVICE static constexpr int channel_of_row(int row) { return row; }
+
+  CUTE_HOST_DEVICE static constexpr int lane_row(int lane) { return lane % 8; }
+  CUTE_HOST_DEVICE static constexpr int lane_column(int lane) { return lane / 8 * 2 * kUnitColumns; }
+};
+
+template <class TileFormat>
+constexpr bool is_consistent() {
+  using Order = OperandLayout<TileFormat>;
+  for (int i = 0; i < format::kTileTokens; ++i)
+    if (Order::position_of_column(Order::row_of_token(i)) != i || Order::channel_of_row(Order::row_of_channel(i)) != i)
+      return false;
+  return true;
+}
 
 }  // namespace cute_kernels::attention::prefill

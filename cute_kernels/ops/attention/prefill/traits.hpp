@@ -19,14 +19,17 @@ using namespace cute;
 
 inline constexpr int kWarpgroupThreads = 128, kWarpgroupWarps = 4;
 
-// kConsumers: warpgroups of a CTA that multiply. kClusterCtas: CTAs that have the same KV tiles, for different query rows,
-// each of which decodes a part of them for all.
-template <class Stored_, int kHeadDim_, int kConsumers_, int kClusterCtas_>
+// Codecs: those whose kernels are in one object file (mma/stored_operand.hpp); a kernel serves all that store its
+// elements, and learns which one it has when it runs. kConsumers: warpgroups of a CTA that multiply. kClusterCtas: CTAs
+// that have the same KV tiles, for different query rows, each of which decodes a part of them for all.
+template <class Codecs, class Element_, int kHeadDim_, int kConsumers_, int kClusterCtas_>
 struct Traits {
-  using Stored = Stored_;
-  using TileFormat = typename Stored::TileFormat;
-  using Codec = typename Stored::Codec;
-  using Element = typename Stored::Element;
+  using Element = Element_;  // multiplies; of q, of a window and of results
+  static constexpr bool kIsHalf = std::is_same_v<Element, half_t>;
+  using TileFormat = std::conditional_t<mma::kAreTwoOfFour<Codecs>, format::TwoOfFourTile, format::BitmapTile>;
+  using OwnCodec = std::conditional_t<kIsHalf, format::Fp16Codec, format::Bf16Codec>;  // bit for bit
+  static constexpr bool kDecodesOwn = !std::is_same_v<Codecs, mma::NarrowCodecs>;
+  static constexpr bool kDecodesNarrow = !std::is_same_v<Codecs, mma::HalfCodecs>;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kTokens = format::kTileTokens;
   static constexpr int kConsumers = kConsumers_;
@@ -53,7 +56,7 @@ struct Traits {
   using Offsets = decltype(as_position_independent_swizzle_layout(SmemLayout{}));
   static constexpr int kStageElements = kTokens * kHeadDim;
   using Order = OperandLayout<TileFormat>;
-  static_assert(Order::is_consistent());
+  static_assert(is_consistent<TileFormat>());
 
   // Whether registers suffice for S of the next tile beside P. Then a step of the pipeline has a tile's keys and the values
   // of the tile before, and one pair of barriers for both.
@@ -63,7 +66,8 @@ struct Traits {
 
   // Registers decide how many decoders there are beside the consumers, whose O grows with the head_dim; shared memory how
   // many stages there are beside the blocks of all decoders.
-  static constexpr int kDecoders = kHeadDim == 256 ? 3 - kConsumers : kConsumers == 1 ? 4 : 2;
+  static constexpr int kMostDecoders = kDecodesNarrow ? 3 : 4;  // narrow codecs take more registers
+  static constexpr int kDecoders = kHeadDim == 256 ? 3 - kConsumers : kConsumers == 1 ? kMostDecoders : 2;
   static constexpr int kStages = kHeadDim == 256 ? 5 - kConsumers : kConsumers == 1 ? 6 : 8;
   static constexpr int kBarriers = kStages / kBarrierOperands;
   static_assert(kStages % kBarrierOperands == 0);
@@ -71,7 +75,7 @@ struct Traits {
   static_assert(kClusterCtas == 1 || kDecoders % kBarrierOperands == 0, "operands of a barrier are decoded by one CTA");
   static constexpr int kThreads = (kConsumers + kDecoders) * kWarpgroupThreads;
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
-  static constexpr int kDecoderRegisters = kHeadDim == 256 ? 104 : kConsumers == 1 ? 72 : 80;
+  static constexpr int kDecoderRegisters = kDecoders == 4 ? 72 : kConsumers == 2 && kHeadDim < 256 ? 80 : 104;
   static constexpr int kConsumerRegisters = cute::min(
       240, ((kConsumers + kDecoders) * kLaunchRegisters - kDecoders * kDecoderRegisters) / kConsumers / 8 * 8);
 };

@@ -12,8 +12,6 @@ from transformers.cache_utils import CacheLayerMixin
 from cute_kernels._attention import dense
 from cute_kernels._cache.rows import core_of
 from cute_kernels._runtime.backends import resolve
-from cute_kernels._runtime.extension import SCALED_CODECS
-from cute_kernels._storage.storage import BITMAP
 from cute_kernels.distributed import ShardedKVCache
 from cute_kernels.integrations.transformers import _support
 from cute_kernels.integrations.transformers._attention import ForwardPass, NewTokens, dense_attention
@@ -304,9 +302,7 @@ class SparseLayer(CacheLayerMixin):
     def _has_prefill_kernel(self, kv: KVCache, query: Tensor) -> bool:
         """Whether many queries attend to the compressed cache faster than to a decompressed one."""
         stored = core_of(kv).config
-        if query.dtype is not kv.dtype or not query.is_cuda or stored.tile_format != BITMAP:
-            return False
-        if stored.key_codec in SCALED_CODECS:
+        if query.dtype is not kv.dtype or not query.is_cuda or stored.key_codec != stored.value_codec:
             return False
         return resolve(self.settings.backend, query.device) == "sm90"
 
