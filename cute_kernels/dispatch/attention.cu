@@ -180,12 +180,15 @@ void run(attention::Problem const& problem, Workspace const& workspace, std::str
     using Backend = decltype(kernels);
     if constexpr (Backend::kHasPrefill) {
       int rows = problem.q_heads / problem.keys.kv_heads * problem.q_tokens;
-      if (rows > most_decoding_rows(problem.keys, has_separate_orders(problem))) {
+      bool has_kernel =
+          mma::visit_codecs(problem.keys, [](auto codecs) { return mma::kHavePrefill<decltype(codecs)>; });
+      if (has_kernel && rows > most_decoding_rows(problem.keys, has_separate_orders(problem))) {
         if (tuning.stages_ahead > 0)
           throw std::runtime_error("no stages ahead can be chosen for " + std::to_string(rows) +
                                    " query rows a KV head, which the prefill kernel takes");
         return mma::visit_codecs(problem.keys, [&](auto codecs) {
-          run_prefill<typename Backend::template Prefill<decltype(codecs)>>(problem, workspace, device, stream);
+          if constexpr (mma::kHavePrefill<decltype(codecs)>)
+            run_prefill<typename Backend::template Prefill<decltype(codecs)>>(problem, workspace, device, stream);
         });
       }
     }

@@ -16,7 +16,7 @@ namespace cute_kernels::dispatch {
 
 // Whether keys and values have token orders of their own. That of exactly two of four is the order of memory.
 inline bool has_separate_orders(attention::Problem const& problem) {
-  return problem.keys.tile_format == format::TileFormatId::kBitmap &&
+  return problem.keys.tile_format != format::TileFormatId::kTwoOfFour &&
          problem.keys.token_order != problem.values.token_order;
 }
 

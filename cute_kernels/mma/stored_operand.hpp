@@ -43,6 +43,8 @@ template <class Codecs>
 inline constexpr bool kHaveFewKernels = !std::is_same_v<Codecs, HalfCodecs>;
 template <class Codecs>
 inline constexpr bool kHaveProducts = !kAreTwoOfFourBitmap<Codecs>;  // kernels of sparse_qk and sparse_av
+template <class Codecs>
+inline constexpr bool kHavePrefill = !kAreTwoOfFourBitmap<Codecs>;  // a kernel of attention of many query rows
 
 // f(codecs) with those that a storage's is of.
 template <class F>

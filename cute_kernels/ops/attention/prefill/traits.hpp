@@ -24,6 +24,7 @@ inline constexpr int kWarpgroupThreads = 128, kWarpgroupWarps = 4;
 // that have the same KV tiles, for different query rows, each of which decodes a part of them for all.
 template <class Codecs, class Element_, int kHeadDim_, int kConsumers_, int kClusterCtas_>
 struct Traits {
+  static_assert(mma::kHavePrefill<Codecs>);
   using Element = Element_;  // multiplies; of q, of a window and of results
   static constexpr bool kIsHalf = std::is_same_v<Element, half_t>;
   using TileFormat = std::conditional_t<mma::kAreTwoOfFour<Codecs>, format::TwoOfFourTile, format::BitmapTile>;
@@ -66,8 +67,7 @@ struct Traits {
 
   // Registers decide how many decoders there are beside the consumers, whose O grows with the head_dim; shared memory how
   // many stages there are beside the blocks of all decoders.
-  static constexpr int kMostDecoders = kDecodesNarrow ? 3 : 4;  // narrow codecs take more registers
-  static constexpr int kDecoders = kHeadDim == 256 ? 3 - kConsumers : kConsumers == 1 ? kMostDecoders : 2;
+  static constexpr int kDecoders = kHeadDim == 256 ? 3 - kConsumers : kConsumers == 1 ? 4 : 2;
   static constexpr int kStages = kHeadDim == 256 ? 5 - kConsumers : kConsumers == 1 ? 6 : 8;
   static constexpr int kBarriers = kStages / kBarrierOperands;
   static_assert(kStages % kBarrierOperands == 0);
@@ -75,7 +75,7 @@ struct Traits {
   static_assert(kClusterCtas == 1 || kDecoders % kBarrierOperands == 0, "operands of a barrier are decoded by one CTA");
   static constexpr int kThreads = (kConsumers + kDecoders) * kWarpgroupThreads;
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
-  static constexpr int kDecoderRegisters = kDecoders == 4 ? 72 : kConsumers == 2 && kHeadDim < 256 ? 80 : 104;
+  static constexpr int kDecoderRegisters = kHeadDim == 256 ? 104 : kConsumers == 1 ? 72 : 80;
   static constexpr int kConsumerRegisters = cute::min(
       240, ((kConsumers + kDecoders) * kLaunchRegisters - kDecoders * kDecoderRegisters) / kConsumers / 8 * 8);
 };

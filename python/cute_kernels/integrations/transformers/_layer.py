@@ -12,6 +12,7 @@ from transformers.cache_utils import CacheLayerMixin
 from cute_kernels._attention import dense
 from cute_kernels._cache.rows import core_of
 from cute_kernels._runtime.backends import resolve
+from cute_kernels._storage.storage import TWO_OF_FOUR_BITMAP
 from cute_kernels.distributed import ShardedKVCache
 from cute_kernels.integrations.transformers import _support
 from cute_kernels.integrations.transformers._attention import ForwardPass, NewTokens, dense_attention
@@ -303,6 +304,8 @@ class SparseLayer(CacheLayerMixin):
         """Whether many queries attend to the compressed cache faster than to a decompressed one."""
         stored = core_of(kv).config
         if query.dtype is not kv.dtype or not query.is_cuda or stored.key_codec != stored.value_codec:
+            return False
+        if stored.tile_format == TWO_OF_FOUR_BITMAP:
             return False
         return resolve(self.settings.backend, query.device) == "sm90"
 
