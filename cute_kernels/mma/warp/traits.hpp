@@ -75,8 +75,8 @@ struct SparseWarpTraits : WarpShape<kRole, Stored, kHeadDim, kN> {
   static_assert(std::is_same_v<typename SparseTraits::CLayout, typename DenseTraits::CLayout>);
 };
 template <Role kRole, class Stored, int kHeadDim, int kN>
-struct WarpTraits<kRole, Stored, kHeadDim, kN, format::TwoOfFourTile>
-    : SparseWarpTraits<kRole, Stored, kHeadDim, kN> {};
+struct WarpTraits<kRole, Stored, kHeadDim, kN, format::TwoOfFourTile> : SparseWarpTraits<kRole, Stored, kHeadDim, kN> {
+};
 template <Role kRole, class Stored, int kHeadDim, int kN>
 struct WarpTraits<kRole, Stored, kHeadDim, kN, format::TwoOfFourBitmapTile>
     : SparseWarpTraits<kRole, Stored, kHeadDim, kN> {};
