@@ -110,13 +110,6 @@ CUTE_DEVICE uint32_t multiply_halves(uint32_t x, uint32_t y) {
   return result;
 }
 
-// The same of bf16. CC 9.0.
-CUTE_DEVICE uint32_t multiply_bf16s(uint32_t x, uint32_t y) {
-  uint32_t result;
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(x), "r"(y));
-  return result;
-}
-
 // x * y + z
 CUTE_DEVICE uint32_t multiply_add_halves(uint32_t x, uint32_t y, uint32_t z) {
   uint32_t result;

@@ -180,15 +180,14 @@ void run(attention::Problem const& problem, Workspace const& workspace, std::str
     using Backend = decltype(kernels);
     if constexpr (Backend::kHasPrefill) {
       int rows = problem.q_heads / problem.keys.kv_heads * problem.q_tokens;
-      bool has_kernel =
-          mma::visit_codecs(problem.keys, [](auto codecs) { return mma::kHavePrefill<decltype(codecs)>; });
-      if (has_kernel && rows > most_decoding_rows(problem.keys, has_separate_orders(problem))) {
+      if (has_prefill_kernel(problem.keys) && rows > most_decoding_rows(problem.keys, has_separate_orders(problem))) {
         if (tuning.stages_ahead > 0)
           throw std::runtime_error("no stages ahead can be chosen for " + std::to_string(rows) +
                                    " query rows a KV head, which the prefill kernel takes");
         return mma::visit_codecs(problem.keys, [&](auto codecs) {
-          if constexpr (mma::kHavePrefill<decltype(codecs)>)
-            run_prefill<typename Backend::template Prefill<decltype(codecs)>>(problem, workspace, device, stream);
+          using Codecs = decltype(codecs);
+          if constexpr (mma::kHavePrefillOfHalf<Codecs> || mma::kHavePrefillOfNarrow<Codecs, half_t>)
+            run_prefill<typename Backend::template Prefill<Codecs>>(problem, workspace, device, stream);
         });
       }
     }

@@ -19,8 +19,9 @@ auto visit_variant(Variant variant, F&& f) {
 
 template <int kHeadDim, class Codecs, class F>
 auto visit_traits(DType dtype, Variant variant, F&& f) {
-  if (dtype == DType::kFloat16) return visit_variant<kHeadDim, Codecs, half_t>(variant, std::forward<F>(f));
-  return visit_variant<kHeadDim, Codecs, bfloat16_t>(variant, std::forward<F>(f));
+  if constexpr (mma::kHavePrefillOfHalf<Codecs>)
+    if (dtype == DType::kBFloat16) return visit_variant<kHeadDim, Codecs, bfloat16_t>(variant, std::forward<F>(f));
+  return visit_variant<kHeadDim, Codecs, half_t>(variant, std::forward<F>(f));
 }
 
 template <int kHeadDim, class Codecs>

@@ -1,5 +1,5 @@
-// The scales of a narrow codec in units: codes' numbers, in fp16, become elements of the cache's dtype. A row's scale is one
-// of a token of keys or of a channel of values; those of columns are the others'.
+// The scales of a narrow codec in units: numbers of codes become elements, both in fp16. A row's scale is one of a token of
+// keys or of a channel of values; those of columns are the others'.
 #pragma once
 
 #include <cutlass/arch/memory.h>
@@ -29,11 +29,8 @@ class UnitScales {
 template <class TileFormat, class Codec, class Element, format::Role kRole, int kHeadDim>
 class UnitScales<TileFormat, Codec, Element, kRole, kHeadDim, true> {
   using Order = OperandLayout<TileFormat>;
-  static constexpr bool kIsHalf = std::is_same_v<Element, half_t>;
   static constexpr int kBytes = sizeof(Element);
-  // A number times its token's scale is as large as the element is beside others of its channel, which fp16 holds; not so
-  // times its channel's, which may be of any size.
-  static constexpr bool kTokensFirst = kIsHalf;
+  static_assert(std::is_same_v<Element, half_t>);
 
  public:
   // Shared-memory addresses; see LaneUnits.
@@ -80,23 +77,19 @@ class UnitScales<TileFormat, Codec, Element, kRole, kHeadDim, true> {
     }
   }
 
-  // Two numbers, in fp16, as elements times the scale of the first or the second row.
+  // The scale of a token comes first: times it a number is as large as the element is beside others of its channel, which
+  // fp16 holds. Not so times that of its channel, which may be of any size.
+
+  // Two numbers; of keys times the scale of the first or the second row.
   CUTE_DEVICE uint32_t of_row(int row, uint32_t numbers) const {
-    if constexpr (kTokensFirst && kRole == format::Role::kValue) {
-      return numbers;
-    } else if constexpr (kIsHalf) {
-      return ptx::multiply_halves(numbers, to_elements(rows_[row], rows_[row]));
-    } else {
-      float2 pair = __half22float2(*reinterpret_cast<__half2 const*>(&numbers));
-      return to_elements(pair.x * rows_[row], pair.y * rows_[row]);
-    }
+    if constexpr (kRole == format::Role::kValue) return numbers;
+    return ptx::multiply_halves(numbers, to_elements(rows_[row], rows_[row]));
   }
 
-  // Two elements of a row and unit times the scales of their columns.
-  CUTE_DEVICE uint32_t of_columns(int row, int unit, int pair, uint32_t elements) const {
-    if constexpr (!kIsHalf) return ptx::multiply_bf16s(elements, columns_[unit][pair]);
-    elements = ptx::multiply_halves(elements, columns_[unit][pair]);
-    if constexpr (kTokensFirst && kRole == format::Role::kValue)
+  // Two of a row and unit times the scales of their columns; of values times that of their row, too.
+  CUTE_DEVICE uint32_t of_columns(int row, int unit, int pair, uint32_t numbers) const {
+    uint32_t elements = ptx::multiply_halves(numbers, columns_[unit][pair]);
+    if constexpr (kRole == format::Role::kValue)
       elements = ptx::multiply_halves(elements, to_elements(rows_[row], rows_[row]));
     return elements;
   }

@@ -12,6 +12,7 @@ from transformers.cache_utils import CacheLayerMixin
 from cute_kernels._attention import dense
 from cute_kernels._cache.rows import core_of
 from cute_kernels._runtime.backends import resolve
+from cute_kernels._runtime.extension import SCALED_CODECS
 from cute_kernels._storage.storage import TWO_OF_FOUR_BITMAP
 from cute_kernels.distributed import ShardedKVCache
 from cute_kernels.integrations.transformers import _support
@@ -305,7 +306,8 @@ class SparseLayer(CacheLayerMixin):
         stored = core_of(kv).config
         if query.dtype is not kv.dtype or not query.is_cuda or stored.key_codec != stored.value_codec:
             return False
-        if stored.tile_format == TWO_OF_FOUR_BITMAP:
+        is_narrow = stored.key_codec in SCALED_CODECS
+        if stored.tile_format == TWO_OF_FOUR_BITMAP or (is_narrow and kv.dtype == torch.bfloat16):
             return False
         return resolve(self.settings.backend, query.device) == "sm90"
 
