@@ -6,6 +6,7 @@ Metadata lies in pyproject.toml. Environment variables:
     CUTE_KERNELS_CUDA       0 builds the CPU backend only, 1 makes a missing nvcc an error
     TORCH_CUDA_ARCH_LIST    architectures, see cute_kernels/common/architectures.def
     CUTLASS_PATH            a CUTLASS checkout of the pinned version, in place of the nvidia-cutlass wheel
+    CUTE_KERNELS_LINEINFO   1 adds source lines to the CUDA kernels, for Nsight Compute and compute-sanitizer
     CUTE_KERNELS_SANITIZE   sanitizers of g++ to compile the CPU backend with, such as address,undefined; needs
                             CUTE_KERNELS_CUDA=0
     MAX_JOBS                compilations at a time (default: ninja's own choice)
@@ -47,7 +48,6 @@ NVCC_FLAGS = [
     "--expt-relaxed-constexpr",
     "--expt-extended-lambda",
     "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall",
-    "-lineinfo",
     "-Xptxas=--warn-on-spills",
 ]
 # They follow what they replace. What a sanitizer finds ends the process; bounds of std::vector are checked too.
@@ -93,6 +93,11 @@ def compression_flags(toolkit: Toolkit | None) -> list[str]:
     """Machine code is stored compressed, an eighth of its size; the driver unpacks what is used."""
     newest = toolkit is not None and tuple(map(int, toolkit.version.split("."))) >= (12, 8)
     return ["--compress-mode=size"] if newest else []
+
+
+def line_flags(environ: Mapping[str, str]) -> list[str]:
+    """Source lines are more than half of an object's size, so only who looks at them has them."""
+    return ["-lineinfo"] if environ.get("CUTE_KERNELS_LINEINFO") == "1" else []
 
 
 def gencode_flags(source: Path, archs: list[Arch]) -> list[str]:
@@ -252,7 +257,8 @@ def build_statements(
     objects = []
     for source in sources:
         if source.suffix == ".cu":
-            rule, flags = "nvcc", [*NVCC_FLAGS, *compression_flags(toolkit), *gencode_flags(source, archs)]
+            rule, flags = "nvcc", [*NVCC_FLAGS, *line_flags(os.environ), *compression_flags(toolkit)]
+            flags += gencode_flags(source, archs)
         else:
             rule, flags = "cxx", [*CXX_FLAGS, *isa_flags(source)]
             flags += [*(SANITIZE_FLAGS if sanitize else []), *sanitize, *user_flags]

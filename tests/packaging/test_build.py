@@ -256,6 +256,8 @@ def test_sources_by_architecture(setup_py, tmp_path):
     assert names("8.0;9.0a") == [*cpu, "matmul/qk_sm80.cu", "matmul/qk_sm90.cu"]
 
     archs = cuda.parse_arch_list("8.0;9.0a")
+    assert setup_py.line_flags({}) == setup_py.line_flags({"CUTE_KERNELS_LINEINFO": "0"}) == []
+    assert setup_py.line_flags({"CUTE_KERNELS_LINEINFO": "1"}) == ["-lineinfo"]
     assert setup_py.gencode_flags(Path("qk_sm80.cu"), archs) == [arch.gencode for arch in archs]
     assert setup_py.gencode_flags(Path("qk_sm90.cu"), archs) == ["-gencode=arch=compute_90a,code=sm_90a"]
 
