@@ -158,6 +158,13 @@ void bind_attention(py::module_& m) {
   auto cuda = m.attr("cuda").cast<py::module_>();
   cuda.def("attention", &cuda_attention, "problem"_a, "q"_a, "sequences"_a, "lengths"_a, "query_starts"_a, "out"_a,
            "lse"_a, "new_empty"_a, "backend"_a, "stages_ahead"_a, "stream"_a);
+  cuda.def(
+      "has_prefill_kernel",
+      [](int codec, int tile_format, int dtype) {
+        return dispatch::has_prefill_kernel(static_cast<format::CodecId>(codec),
+                                            static_cast<format::TileFormatId>(tile_format), static_cast<DType>(dtype));
+      },
+      "codec"_a, "tile_format"_a, "dtype"_a, "Whether sm90 has a kernel for many query rows over such caches");
   py::class_<DecodingStep>(cuda, "DecodingStep", "append and attention in one call; row i is sequence i. Owns nothing")
       .def(py::init<compress::Pool const&, compress::Windows const&, Problem const&, uintptr_t, Strides const&,
                     Strides const&, int, int64_t, std::string>(),

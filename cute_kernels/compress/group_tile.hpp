@@ -1,7 +1,6 @@
 // What packing and unpacking of tiles of two of four share: dense rows in shared memory, and a lane's groups of them.
 #pragma once
 
-#include "cute_kernels/common/numeric.hpp"
 #include "cute_kernels/compress/tile_kernel.hpp"
 #include "cute_kernels/format/tile/two_of_four.hpp"
 
@@ -47,15 +46,6 @@ __device__ inline uint32_t two_largest(uint32_t const (&keys)[TwoOfFourGroups::k
     best_key = above_best ? keys[i] : best_key;
   }
   return min(best, next) | max(best, next) << 2;
-}
-
-__device__ inline float to_float(uint16_t bits, DType dtype) {
-  return dtype == DType::kBFloat16 ? float(bfloat16_t::bitcast(bits)) : float(half_t::bitcast(bits));
-}
-
-__device__ inline uint16_t rounded_bits(float x, DType dtype) {
-  if (x != x) return dtype == DType::kBFloat16 ? 0x7fc0 : 0x7e00;
-  return dtype == DType::kBFloat16 ? bfloat16_t(x).storage : half_t(x).storage;
 }
 
 __device__ inline void add_to(int64_t* total, int count) {

@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "cute_kernels/common/kernel_attributes.hpp"
+#include "cute_kernels/common/numeric.hpp"
 #include "cute_kernels/compress/compress.hpp"
 
 namespace cute_kernels::compress {
@@ -27,6 +28,12 @@ struct TileLocation {
     rows = view.row_offsets[index + 1] - view.row_offsets[index];
   }
 };
+
+// Of a value that is decompressed; there is one NaN.
+__device__ inline uint16_t rounded_bits(float x, DType dtype) {
+  if (x != x) return dtype == DType::kBFloat16 ? 0x7fc0 : 0x7e00;
+  return dtype == DType::kBFloat16 ? cutlass::bfloat16_t(x).storage : cutlass::half_t(x).storage;
+}
 
 template <class F>
 void visit_shape(format::SparseView const& view, F&& f) {

@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
         for (int i = 0; i < Tile::kKept; ++i) {
           int element = two >> (2 * i) & 3;
-          float value = to_float(static_cast<uint16_t>(pairs[a][r] >> (16 * i)), view.dtype);
+          float value = from_half_bits(static_cast<uint16_t>(pairs[a][r] >> (16 * i)), view.dtype);
           float ratio = fabsf(value) * s.per_channel[place.channel_of(element)];
           bool is_nan = value != value, is_infinite = fabsf(value) == INFINITY;
           out_of_range += is_infinite || (is_nan && !Codec::kHasNan);
@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
         for (int i = 0; i < Tile::kKept; ++i) {
           int element = kept[a][r] >> (2 * i) & 3;
-          float value = to_float(static_cast<uint16_t>(pairs[a][r] >> (16 * i)), view.dtype);
+          float value = from_half_bits(static_cast<uint16_t>(pairs[a][r] >> (16 * i)), view.dtype);
           uint32_t code = Codec::encode(
               scaled_down(value, s.per_channel[place.channel_of(element)], s.per_token[place.token_of(element)]));
           words[Tile::value_row<Codec>(r)] |= code << Tile::first_bit<Codec>(r, i);

@@ -41,12 +41,6 @@ struct UnpackStorage : UnpackScales<HeadDim, Codec_::kHasScales> {
   }
 };
 
-// Bits of a value of x's dtype.
-__device__ uint16_t rounded_bits(float x, DType dtype) {
-  if (x != x) return dtype == DType::kBFloat16 ? 0x7fc0 : 0x7e00;
-  return dtype == DType::kBFloat16 ? bfloat16_t(x).storage : half_t(x).storage;
-}
-
 // What a tile is unpacked from.
 struct PackedTile {
   uint32_t const* block;

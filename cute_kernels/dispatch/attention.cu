@@ -164,6 +164,14 @@ void run_with(Kernels<Params> const& kernels, attention::Problem const& problem,
 
 }  // namespace
 
+bool has_prefill_kernel(format::CodecId codec, format::TileFormatId tile_format, DType dtype) {
+  return mma::visit_codecs(tile_format, codec, [&](auto codecs) {
+    using Codecs = decltype(codecs);
+    if (!format::is_narrow(codec)) return mma::kHavePrefillOfHalf<Codecs>;
+    return dtype == DType::kFloat16 && mma::kHavePrefillOfNarrow<Codecs, half_t>;
+  });
+}
+
 void run(attention::Problem const& problem, Workspace const& workspace, std::string const& backend,
          Tuning const& tuning, cudaStream_t stream) {
   DeviceLimits device = current_device();
@@ -180,7 +188,9 @@ void run(attention::Problem const& problem, Workspace const& workspace, std::str
     using Backend = decltype(kernels);
     if constexpr (Backend::kHasPrefill) {
       int rows = problem.q_heads / problem.keys.kv_heads * problem.q_tokens;
-      if (has_prefill_kernel(problem.keys) && rows > most_decoding_rows(problem.keys, has_separate_orders(problem))) {
+      format::SparseView const& keys = problem.keys;
+      if (has_prefill_kernel(keys.codec, keys.tile_format, keys.dtype) &&
+          rows > most_decoding_rows(problem.keys, has_separate_orders(problem))) {
         if (tuning.stages_ahead > 0)
           throw std::runtime_error("no stages ahead can be chosen for " + std::to_string(rows) +
                                    " query rows a KV head, which the prefill kernel takes");

@@ -20,14 +20,6 @@ inline bool has_separate_orders(attention::Problem const& problem) {
          problem.keys.token_order != problem.values.token_order;
 }
 
-inline bool has_prefill_kernel(format::SparseView const& keys) {
-  return mma::visit_codecs(keys, [&](auto codecs) {
-    using Codecs = decltype(codecs);
-    if (!format::is_narrow(keys.codec)) return mma::kHavePrefillOfHalf<Codecs>;
-    return keys.dtype == DType::kFloat16 && mma::kHavePrefillOfNarrow<Codecs, half_t>;
-  });
-}
-
 // Query rows of a KV head up to which the decoding kernels are faster, as measured.
 inline int most_decoding_rows(format::SparseView const& keys, bool separate_orders) {
   int rows = attention::max_rows(keys.padded_head_dim);

@@ -53,10 +53,14 @@ inline constexpr bool kHavePrefillOfNarrow =
 
 // f(codecs) with those that a storage's is of.
 template <class F>
+decltype(auto) visit_codecs(format::TileFormatId tile_format, format::CodecId codec, F&& f) {
+  if (tile_format == format::TileFormatId::kTwoOfFour) return f(TwoOfFourCodecs{});
+  if (tile_format == format::TileFormatId::kTwoOfFourBitmap) return f(TwoOfFourBitmapCodecs{});
+  return format::is_narrow(codec) ? f(NarrowCodecs{}) : f(HalfCodecs{});
+}
+template <class F>
 decltype(auto) visit_codecs(format::SparseView const& view, F&& f) {
-  if (view.tile_format == format::TileFormatId::kTwoOfFour) return f(TwoOfFourCodecs{});
-  if (view.tile_format == format::TileFormatId::kTwoOfFourBitmap) return f(TwoOfFourBitmapCodecs{});
-  return format::is_narrow(view.codec) ? f(NarrowCodecs{}) : f(HalfCodecs{});
+  return visit_codecs(view.tile_format, view.codec, std::forward<F>(f));
 }
 
 // Calls f(operand) with what kernels of CC 8.x and 9.0 are instantiated for: a codec of Codecs.

@@ -532,6 +532,8 @@ class cuda:
         stream: int,
     ) -> None: ...
     @staticmethod
+    def has_prefill_kernel(codec: int, tile_format: int, dtype: int) -> bool: ...
+    @staticmethod
     def attention(
         problem: AttentionProblem,
         q: int,

@@ -49,23 +49,26 @@ def check(
     if poison:
         poison(k, v, *(dense or ()))
     keys, values = ck.compress_kv(k.to(backend.device), v.to(backend.device), keep=keep)
-    lengths = None if seq_lens is None else torch.tensor(seq_lens, dtype=torch.int32, device=backend.device)
-    out, lse = ck.sparse_attention(
-        q.to(backend.device),
-        keys,
-        values,
-        scale=scale,
-        window=dense and tuple(t.to(backend.device) for t in dense),
-        seq_lens=lengths,
-        causal=causal,
-        return_lse=True,
-        num_splits=num_splits,
-        backend=backend.name,
-    )
+    out, lse = attend(backend, q, keys, values, dense, seq_lens, scale=scale, causal=causal, num_splits=num_splits)
     scale = head_dim**-0.5 if scale is None else scale
     expected = oracle.attention(q, oracle.prune(k, keep), oracle.prune(v, keep), scale, dense, seq_lens, causal)
     compare(out, lse, *expected, dtype)
     return out, lse
+
+
+def attend(backend, q, keys, values, window, seq_lens, **options) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of inputs that are wherever; seq_lens: a list or None."""
+    lengths = None if seq_lens is None else torch.tensor(seq_lens, dtype=torch.int32, device=backend.device)
+    return ck.sparse_attention(
+        q.to(backend.device),
+        keys,
+        values,
+        window=window and tuple(t.to(backend.device) for t in window),
+        seq_lens=lengths,
+        return_lse=True,
+        backend=backend.name,
+        **options,
+    )
 
 
 def compare(out, lse, expected, expected_lse, dtype) -> None:

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import cute_kernels as ck
+from cute_kernels._runtime.extension import _C, CODEC_CODES, DTYPE_CODES, TILE_FORMATS
 from cute_kernels._storage.tile_reader import operand
 from cute_kernels.sparse_kv import storage_of
-from tests.attention.test_attention import TOLERANCE, compare
+from tests.attention.test_attention import TOLERANCE, attend, compare
 from tests.support import oracle
 
 
@@ -78,20 +79,8 @@ def check(
     else:
         options = stored.options(head_dim)
         keys, values = (ck.compress(x, role=role, **options) for x, role in ((k, "key"), (v, "value")))
-    lengths = None if seq_lens is None else torch.tensor(seq_lens, dtype=torch.int32, device=backend.device)
     scale = head_dim**-0.5 if scale is None else scale
-    out, lse = ck.sparse_attention(
-        q.to(backend.device),
-        keys,
-        values,
-        scale=scale,
-        window=dense and tuple(t.to(backend.device) for t in dense),
-        seq_lens=lengths,
-        causal=causal,
-        return_lse=True,
-        num_splits=num_splits,
-        backend=backend.name,
-    )
+    out, lse = attend(backend, q, keys, values, dense, seq_lens, scale=scale, causal=causal, num_splits=num_splits)
     expected, expected_lse = oracle.attention(q, exact(keys), exact(values), scale, dense, seq_lens, causal)
     if stored.codec is None:
         compare(out, lse, expected, expected_lse, dtype)
@@ -230,3 +219,15 @@ def test_pages_and_ragged_queries(backend, head_dim, stored, rng):
             expected, _ = oracle.attention(part, *dense, head_dim**-0.5)
             tolerance = 4e-3 if dtype == torch.float16 else 2e-2  # dense is rounded
             assert oracle.relative_error(out[:, :, starts[row] : starts[row + 1]], expected) <= tolerance
+
+
+@pytest.mark.skipif(not hasattr(_C, "cuda"), reason="this build has no CUDA kernels")
+def test_which_caches_the_prefill_kernel_serves():
+    """16 bits under a bitmap and exactly two of four; narrow codecs of these in float16, whose products with scales
+    bfloat16 would round too much."""
+    for name, code in TILE_FORMATS.items():
+        for codec, narrow in ((None, False), *((codec, True) for codec in NARROW)):
+            for dtype, own in ((torch.float16, "fp16"), (torch.bfloat16, "bf16")):
+                served = name != "two_of_four_bitmap" and (not narrow or dtype == torch.float16)
+                found = _C.cuda.has_prefill_kernel(CODEC_CODES[codec or own], code, DTYPE_CODES[dtype])
+                assert found == served, (name, codec, dtype)

@@ -13,7 +13,7 @@ from cute_kernels._storage.tile_reader import decompress as decompress_reference
 from cute_kernels._storage.tile_reader import operand
 from cute_kernels.sparse_kv import storage_of
 from tests.support import oracle
-from tests.support.two_of_four import two_of_four
+from tests.support.two_of_four import check_attention, two_of_four, with_word
 
 ROLES = ("key", "value")
 CODECS = (None, *oracle.NARROW)
@@ -121,19 +121,7 @@ def test_products_and_attention(shape, dtype, codec, backend, rng):
     p = torch.rand(batch, kv_heads * group, queries, tokens)
     out = ck.sparse_av(p.to(backend.device), values, **to)
     assert oracle.relative_error(out, oracle.av(p, dense_v)) < tolerance
-    window = tuple(oracle.gaussian(batch, kv_heads, 40, head_dim, dtype=dtype) for _ in range(2))
-    lengths = torch.tensor([rng.randrange(tokens + 1) for _ in range(batch)], dtype=torch.int32)
-    for options in ({}, {"window": window}, {"window": window, "seq_lens": lengths}):
-        expected, lse = oracle.attention(q, dense_k, dense_v, 0.1, **options)
-        on_device = {
-            name: tuple(x.to(backend.device) for x in value) if name == "window" else value.to(backend.device)
-            for name, value in options.items()
-        }
-        out, got = ck.sparse_attention(
-            q.to(backend.device), keys, values, scale=0.1, return_lse=True, **on_device, **to
-        )
-        assert oracle.relative_error(out, expected) < tolerance
-        assert torch.allclose(got.cpu().double(), lse, atol=2e-2)
+    check_attention(backend, q, keys, values, dense_k, dense_v, tolerance, rng)
 
 
 def test_formats_beside_each_other(rng):
@@ -147,13 +135,6 @@ def test_formats_beside_each_other(rng):
         assert oracle.relative_error(ck.sparse_attention(q, keys, values, backend=backend), expected) < 2e-3
 
 
-def set_word(kv: ck.SparseKV, row: int, value: int) -> ck.SparseKV:
-    state = kv.state_dict()
-    state["blocks"] = state["blocks"].clone()
-    state["blocks"][row, 0] = value
-    return ck.SparseKV.from_state_dict(state)
-
-
 def test_validation(rng):
     exact_kv, narrow_kv = cache(), cache(codec="int4")
     for kv, row, value, message in (
@@ -164,7 +145,7 @@ def test_validation(rng):
         (narrow_kv, 4, 0, "the scale of a token"),
     ):
         with pytest.raises(ValueError, match=f"blocks: .*{message}"):
-            set_word(kv, row, value)
+            with_word(kv, row, value)
     state = exact_kv.state_dict()
     for name, change, message in (
         ("blocks", state["blocks"][:-1].clone(), "row_offsets"),
@@ -184,7 +165,7 @@ def test_validation(rng):
     last_tile = ck.compress(oracle.gaussian(1, 1, 65, 64), role="key", method="2of4")  # one token
     rows = last_tile.max_tile_rows
     with pytest.raises(ValueError, match="token or channel that the cache does not have"):
-        set_word(last_tile, rows + 4 + 1, 0x3C003C00)  # row 8 of A
+        with_word(last_tile, rows + 4 + 1, 0x3C003C00)  # row 8 of A
 
 
 def test_what_a_codec_cannot_store(device, rng):

@@ -13,7 +13,7 @@ from cute_kernels._storage.tile_reader import decompress as decompress_reference
 from cute_kernels._storage.tile_reader import operand
 from cute_kernels.sparse_kv import storage_of
 from tests.support import oracle
-from tests.support.two_of_four import two_of_four
+from tests.support.two_of_four import check_attention, two_of_four, with_word
 
 FORMAT = "two_of_four_bitmap"
 ROLES = ("key", "value")
@@ -183,19 +183,7 @@ def test_products_and_attention(shape, dtype, codec, backend, rng):
             with pytest.raises(RuntimeError, match=f"no CUDA kernels for codec .* in the tile format {FORMAT}"):
                 ck.sparse_attention(q.to(backend.device), keys, values, **to)
             return
-    window = tuple(oracle.gaussian(batch, kv_heads, 40, head_dim, dtype=dtype) for _ in range(2))
-    lengths = torch.tensor([rng.randrange(tokens + 1) for _ in range(batch)], dtype=torch.int32)
-    for options in ({}, {"window": window}, {"window": window, "seq_lens": lengths}):
-        expected, lse = oracle.attention(q, dense_k, dense_v, 0.1, **options)
-        on_device = {
-            name: tuple(x.to(backend.device) for x in value) if name == "window" else value.to(backend.device)
-            for name, value in options.items()
-        }
-        out, got = ck.sparse_attention(
-            q.to(backend.device), keys, values, scale=0.1, return_lse=True, **on_device, **to
-        )
-        assert oracle.relative_error(out, expected) < tolerance
-        assert torch.allclose(got.cpu().double(), lse, atol=2e-2)
+    check_attention(backend, q, keys, values, dense_k, dense_v, tolerance, rng)
 
 
 @pytest.mark.parametrize("codec", [None, "fp8"])
@@ -234,13 +222,6 @@ def test_formats_beside_each_other(rng):
         expected, _ = oracle.attention(q, two_of_four(k, "key", 20, limit=True), pruned, 0.125)
         for backend in ("cpu", "reference"):
             assert oracle.relative_error(ck.sparse_attention(q, keys, values, backend=backend), expected) < 2e-3
-
-
-def with_word(kv: ck.SparseKV, row: int, value: int) -> ck.SparseKV:
-    state = kv.state_dict()
-    state["blocks"] = state["blocks"].clone()
-    state["blocks"][row, 0] = value
-    return ck.SparseKV.from_state_dict(state)
 
 
 def test_validation(rng):

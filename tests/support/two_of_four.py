@@ -1,10 +1,11 @@
-"""The rules "2of4" and "magnitude-2of4" by their definitions, group by group, on bit patterns."""
+"""The rules "2of4" and "magnitude-2of4" by their definitions, on bit patterns; checks of what is stored by them."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
 
+import cute_kernels as ck
 from tests.support import oracle
 
 
@@ -50,3 +51,29 @@ def two_of_four(
     candidates = np.where(mask[:, :, :tokens] & (keys > 0), oracle.bits(x).numpy(), np.int16(0))
     pruned = torch.from_numpy(candidates).view(x.dtype)
     return oracle.prune(pruned, kept) if limit else pruned
+
+
+def check_attention(backend, q, keys, values, dense_k, dense_v, tolerance: float, rng) -> None:
+    """Attention to caches that stand for dense_k and dense_v, (B, Hkv, T, D) float64: alone, and behind a window."""
+    batch, kv_heads, tokens, head_dim = dense_k.shape
+    window = tuple(oracle.gaussian(batch, kv_heads, 40, head_dim, dtype=q.dtype) for _ in range(2))
+    lengths = torch.tensor([rng.randrange(tokens + 1) for _ in range(batch)], dtype=torch.int32)
+    for options in ({}, {"window": window}, {"window": window, "seq_lens": lengths}):
+        expected, lse = oracle.attention(q, dense_k, dense_v, 0.1, **options)
+        on_device = {
+            name: tuple(x.to(backend.device) for x in value) if name == "window" else value.to(backend.device)
+            for name, value in options.items()
+        }
+        out, got = ck.sparse_attention(
+            q.to(backend.device), keys, values, scale=0.1, return_lse=True, backend=backend.name, **on_device
+        )
+        assert oracle.relative_error(out, expected) < tolerance
+        assert torch.allclose(got.cpu().double(), lse, atol=2e-2)
+
+
+def with_word(kv: ck.SparseKV, row: int, value: int) -> ck.SparseKV:
+    """Storage with another first word in a row, as `from_state_dict` takes or refuses it."""
+    state = kv.state_dict()
+    state["blocks"] = state["blocks"].clone()
+    state["blocks"][row, 0] = value
+    return ck.SparseKV.from_state_dict(state)

@@ -27,8 +27,9 @@ from cute_kernels._runtime import checks
 from cute_kernels._runtime.extension import _C
 from cute_kernels._runtime.launching import address, compression_kernels, launch
 from cute_kernels._storage import steps
-from cute_kernels._storage.storage import BITMAP, TWO_OF_FOUR
+from cute_kernels._storage.storage import BITMAP, TWO_OF_FOUR, TWO_OF_FOUR_BITMAP
 
+_OF_FORMAT = {TWO_OF_FOUR: pair_pool, TWO_OF_FOUR_BITMAP: slot_pool}  # that are stored and loaded elsewhere
 _NEW_ORDER = {False: 0, True: 1, None: 2}
 _SCRATCH_FRACTION = 0.05  # scratch of `store`, of the bytes of k, v and their tiles; at least one tile's
 
@@ -72,8 +73,7 @@ def store(
     if pool.tile_format != BITMAP:
         if new_order is None:
             raise ValueError("new_order must be True or False for a pool of two of four")
-        of_format = pair_pool if pool.tile_format == TWO_OF_FOUR else slot_pool
-        of_format.store(pool, k, v, sequences, first_tiles, new_order, constrained)
+        _OF_FORMAT[pool.tile_format].store(pool, k, v, sequences, first_tiles, new_order, constrained)
         return
     kernels = compression_kernels(pool.device)
     k, v = checks.plain(k), checks.plain(v)
@@ -194,8 +194,7 @@ def load(pool: Pool, sequence: int, first_tile: int, tiles: int) -> tuple[Tensor
     if first_tile < 0 or tiles < 0 or first_tile + tiles > last:
         raise ValueError(f"tiles must be within the {last} of a sequence, got {tiles} from {first_tile} on")
     if pool.tile_format != BITMAP and tiles:
-        of_format = pair_pool if pool.tile_format == TWO_OF_FOUR else slot_pool
-        return of_format.load(pool, sequence, first_tile, tiles)
+        return _OF_FORMAT[pool.tile_format].load(pool, sequence, first_tile, tiles)
     shape = (pool.kv_heads, tiles * TILE_TOKENS, pool.head_dim)
     k, v = (torch.empty(shape, dtype=pool.dtype, device=pool.device) for _ in range(2))
     if k.numel():

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from cute_kernels._cache.page_config import TILE_TOKENS
-from cute_kernels._cache.pair_pool import Part, parts_of, slots_of
 from cute_kernels._cache.pool import Pool
+from cute_kernels._cache.pool_parts import Part, decompressed, lost_by, parts_of, slots_of
 from cute_kernels._runtime import checks
 from cute_kernels._runtime.extension import _C, CODEC_CODES
-from cute_kernels._runtime.launching import address, compression_kernels
-from cute_kernels._storage import two_of_four, two_of_four_bitmap
+from cute_kernels._runtime.launching import compression_kernels
+from cute_kernels._storage import two_of_four_bitmap
 from cute_kernels._storage.compressor import Cache
 from cute_kernels._storage.steps import rows_before_values
 from cute_kernels._storage.storage import TWO_OF_FOUR_BITMAP, Storage
@@ -49,10 +49,7 @@ def store(
     with kernels.launch() as stream:
         if new_order:
             for part, cache in zip(parts, caches):
-                chosen = two_of_four.choose_channels(kernels, cache, False, TILE_TOKENS, stream)
-                part.channels[index] = chosen.order
-                if part.scales is not None and chosen.scale is not None:
-                    part.scales[index] = chosen.scale
+                part.choose(kernels, cache, index, stream)
         on_gpu = constrained if kernels.device.type == "cuda" else None
         selections = [
             two_of_four_bitmap.select(
@@ -73,7 +70,7 @@ def store(
     pool.refused.add_(totals[:, -2])
     if constrained is not None and on_gpu is None:
         for i, (cache, selection) in enumerate(zip(caches, selections)):
-            constrained[i] += _lost(cache, selection.channels)
+            constrained[i] += lost_by(MagnitudeTwoOfFour(), cache, selection.channels)
 
 
 def _rows(longest: Tensor, codec: str, padded: int) -> Tensor:
@@ -102,22 +99,8 @@ def _view_of(
     )
 
 
-def _lost(cache: Cache, channels: Channels) -> Tensor:
-    """What rule "magnitude-2of4" loses to magnitude with these channel orders."""
-    lost = torch.zeros((), dtype=torch.int64, device=cache.x.device)
-    rule = MagnitudeTwoOfFour()
-    for row, order in zip(cache.x, channels.order):  # row by row: masks and sorted indices take many times the memory
-        dense = row[None]
-        mask = rule.mask_in(dense, order[None, :, : dense.shape[3]].long(), cache.kept, cache.role)
-        of_row = rule.constrained(dense, torch.where(mask, dense, 0), cache.kept)
-        assert of_row is not None
-        lost += of_row
-    return lost
-
-
 def load(pool: Pool, sequence: int, first_tile: int, tiles: int) -> tuple[Tensor, Tensor]:
     """As `page_pool.load`, of tiles that have pages."""
-    kernels = compression_kernels(pool.device)
     of_sequence = torch.tensor([sequence], dtype=torch.int32, device=pool.device)
     slots = slots_of(pool, of_sequence, torch.full_like(of_sequence, first_tile), tiles).flatten()
     token_order = pool.token_order[slots].view(1, pool.kv_heads, tiles, TILE_TOKENS)
@@ -126,10 +109,7 @@ def load(pool: Pool, sequence: int, first_tile: int, tiles: int) -> tuple[Tensor
     results = []
     for part in parts_of(pool):
         storage = _view_of(pool, part, part.of(of_sequence.long()), first, token_order, shape)
-        out = torch.empty(storage.shape[1:], dtype=pool.dtype, device=pool.device)
-        with kernels.launch() as stream:
-            kernels.module.decompress(storage.view(), address(out), stream)
-        results.append(out)
+        results.append(decompressed(pool, storage))
         first = first + pool.key_rows[slots]
     keys, values = results
     return keys, values

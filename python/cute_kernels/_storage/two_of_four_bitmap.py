@@ -15,6 +15,9 @@ from cute_kernels._storage.storage import TWO_OF_FOUR_BITMAP, Storage
 from cute_kernels._storage.two_of_four import Channels, check_pattern, choose_channels
 from cute_kernels._storage.validation import MAX_ROWS, check_size
 
+# Of a cache: those of `steps.offsets`, then values stored, values refused, nonzeros beyond two of four.
+TOTALS = steps.TOTALS + 3
+
 
 @dataclass(frozen=True)
 class Selection:
@@ -73,11 +76,6 @@ def compress_caches(caches: list[Cache]) -> list[Storage]:
             _pack(kernels, cache, part, of_cache, storage, stream)
             results.append(storage)
     return results
-
-
-TOTALS = (
-    steps.TOTALS + 3
-)  # of a cache: those of `steps.offsets`, values stored, values refused, nonzeros beyond two of four
 
 
 def select(

@@ -41,7 +41,11 @@ class TwoOfFour(Rule):
         return _lost(x, pruned, kept)
 
     def mask(self, x: Tensor, kept: int, role: str | None) -> Tensor:
-        return two_of_four_mask(x, None if role == "value" else channel_order(x, x.shape[3] // 2), role)
+        return self.mask_in(x, None if role == "value" else channel_order(x, x.shape[3] // 2), kept, role)
+
+    def mask_in(self, x: Tensor, order: Tensor | None, kept: int, role: str | None) -> Tensor:
+        """`mask` with the channels of keys in this order, (B, Hkv, D) int64."""
+        return two_of_four_mask(x, order, role)
 
 
 class MagnitudeTwoOfFour(Rule):

@@ -12,8 +12,7 @@ from transformers.cache_utils import CacheLayerMixin
 from cute_kernels._attention import dense
 from cute_kernels._cache.rows import core_of
 from cute_kernels._runtime.backends import resolve
-from cute_kernels._runtime.extension import SCALED_CODECS
-from cute_kernels._storage.storage import TWO_OF_FOUR_BITMAP
+from cute_kernels._runtime.extension import _C, CODEC_CODES, DTYPE_CODES, TILE_FORMATS
 from cute_kernels.distributed import ShardedKVCache
 from cute_kernels.integrations.transformers import _support
 from cute_kernels.integrations.transformers._attention import ForwardPass, NewTokens, dense_attention
@@ -306,10 +305,10 @@ class SparseLayer(CacheLayerMixin):
         stored = core_of(kv).config
         if query.dtype is not kv.dtype or not query.is_cuda or stored.key_codec != stored.value_codec:
             return False
-        is_narrow = stored.key_codec in SCALED_CODECS
-        if stored.tile_format == TWO_OF_FOUR_BITMAP or (is_narrow and kv.dtype == torch.bfloat16):
+        if resolve(self.settings.backend, query.device) != "sm90":
             return False
-        return resolve(self.settings.backend, query.device) == "sm90"
+        of_cache = CODEC_CODES[stored.key_codec], TILE_FORMATS[stored.tile_format], DTYPE_CODES[kv.dtype]
+        return _C.cuda.has_prefill_kernel(*of_cache)
 
     def _merged(self, kv: KVCache, query: Tensor, keys: Tensor, values: Tensor, scaling: float | None) -> Tensor:
         """Two parts, merged by their log-sum-exps: all that is cached, which every new token sees, and the new ones."""
