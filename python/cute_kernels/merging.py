@@ -47,6 +47,7 @@ def merge_states(outs: Tensor | Sequence[Tensor], lses: Tensor | Sequence[Tensor
 def _stacked(value: Any, name: str) -> Tensor:
     """The parts in one tensor."""
     if isinstance(value, Tensor):
+        checks.tensor(value, name)
         return value
     if not isinstance(value, (list, tuple)):
         raise TypeError(f"{name} must be a torch.Tensor or a list or tuple of them, got {type(value).__name__}")

@@ -11,6 +11,7 @@ import cute_kernels as ck
 from tests.support import oracle
 
 INF, NAN = float("inf"), float("nan")
+NESTED = torch.nested.nested_tensor([torch.zeros(1, 1, 1, 8)] * 2)
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -151,6 +152,9 @@ def test_nothing_to_merge(shape, device):
         ([torch.zeros(1, 1, 1, 8), torch.zeros(1, 1, 2, 8)], torch.zeros(2, 1, 1, 1), ValueError, r"outs\[1\] is"),
         ([torch.zeros(1, 1, 1, 8), None], torch.zeros(2, 1, 1, 1), TypeError, r"outs\[1\] must be"),
         (torch.zeros(2, 1, 1, 1, 8), torch.zeros(2, 1, 1, 1, device="meta"), ValueError, "lses must be on"),
+        (NESTED, torch.zeros(2, 1, 1, 1), TypeError, "outs must be a dense"),
+        ([NESTED, NESTED], torch.zeros(2, 1, 1, 1), TypeError, r"outs\[0\] must be a dense"),
+        (torch.zeros(2, 1, 1, 1, 8), torch.zeros(2, 1, 1, 1).to_sparse(), TypeError, "lses must be a dense"),
     ],
 )
 def test_bad_input(outs, lses, error, message):

@@ -338,6 +338,7 @@ DAMAGE = {
     "another batch": (None, metadata(shape=[3, 2, 150, 80])),
     "another version": ("version", metadata(version=1)),
     "format of another class": ("format", metadata(format=torch.tensor([1, 2]).numpy())),
+    "codec of another class": ("codec", metadata(codec=torch.tensor([1, 2]).numpy())),
     "another format": ("format", metadata(format="something else")),
     "foreign metadata": ("metadata", metadata(extra=1)),
     "missing metadata": ("metadata", lambda s: s["metadata"].pop("shape")),

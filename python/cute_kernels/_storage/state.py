@@ -105,7 +105,7 @@ def _checked_codec(metadata: Mapping[str, Any], dtype: torch.dtype) -> str:
     if metadata["version"] == OLDEST_VERSION:
         return own_codec(dtype)
     codec = metadata["codec"]
-    if codec == _OLD_CODEC:
+    if isinstance(codec, str) and codec == _OLD_CODEC:
         raise ValueError(
             f"metadata: codec '{_OLD_CODEC}' of format version 4 has no scales and is not read any more; compress the "
             f"cache again with codec='fp8'"
