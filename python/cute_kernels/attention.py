@@ -155,7 +155,7 @@ def run(
     if not out.numel():
         return out, lse
     if backend == "reference":
-        dense = tile_reader.operand(keys), tile_reader.decompress(values)
+        dense = tile_reader.operand(keys), tile_reader.operand(values)
         _, computed = reference.attend(*dense, q, window=window, lengths=lengths, scale=scale, causal=causal, out=out)
         if lse is not None:
             lse.copy_(computed)

@@ -157,6 +157,11 @@ def _tokens(batch: int = 2, heads: int = 2, n: int = 3, dim: int = 16, dtype=tor
     return x, x
 
 
+def _parameters():
+    """What goes through torch.library."""
+    return (torch.nn.Parameter(x, requires_grad=False) for x in _tokens())
+
+
 REFUSED = [
     (lambda c: c.append(None, None), TypeError, "k must be a torch.Tensor, got NoneType"),
     (lambda c: c.append(*_tokens(dtype=torch.bfloat16)), TypeError, "k must be float16 like the cache, got bfloat16"),
@@ -179,6 +184,8 @@ REFUSED = [
         "sequences must be from 0 to max_batch - 1 = 3, got 4",
     ),
     (lambda c: c.append(*_tokens(), sequences=[0.0, 1.0]), TypeError, "element of sequences must be an integer"),
+    (lambda c: c.append(*_parameters(), sequences=[0, None]), TypeError, "element of sequences must be an integer"),
+    (lambda c: c.append(*_parameters(), sequences=range(2**40)), ValueError, "sequences must name at most"),
     (lambda c: c.append(*_tokens(), sequences=torch.zeros(2)), TypeError, "sequences must hold integers"),
     (lambda c: c.select(torch.zeros(1).to(torch.complex64)), TypeError, "indices must hold integers"),
     (lambda c: c.select(torch.quantize_per_tensor(torch.zeros(1), 1, 0, torch.qint8)), TypeError, "must hold integers"),

@@ -195,6 +195,18 @@ def test_products_and_attention(codecs, dtype, name, rng):
         torch.testing.assert_close(lse.double(), expected_lse, atol=2e-3, rtol=1e-3)
 
 
+@pytest.mark.parametrize("name", ON_THE_CPU)
+def test_attention_to_numbers_beyond_the_dtype(name, rng):
+    """A code times its scales may be larger than float16 holds, where `decompress` ends."""
+    x = torch.rand(1, 1, 64, 64).mul(7e4).clamp(1, 65504) * torch.randn(1, 1, 64, 64).sign()
+    values = ck.compress(x.half(), role="value", codec="int4")
+    numbers = operand(storage_of(values, "v")).double()
+    assert numbers.abs().max() > 65504
+    keys, q = ck.compress(torch.zeros_like(x).half(), role="key"), oracle.gaussian(1, 2, 1, 64)
+    out = ck.sparse_attention(q, keys, values, backend=name)
+    assert oracle.relative_error(out, oracle.attention(q, torch.zeros_like(x), numbers, 0.125)[0]) <= 2e-3
+
+
 def test_operations_that_compile(rng):
     torch._dynamo.reset()
     k, v = caches(codec=rng.choice(NARROW))

@@ -99,15 +99,20 @@ def integers(value: Any, name: str, count: int) -> list[int]:
 
 def rows(value: Any, name: str, end: int, end_name: str, max_batch: int) -> list[int]:
     """At most max_batch row numbers below `end`."""
-    if (length := _length(value, name)) is None:
-        raise TypeError(f"{name} must be a sequence of integers or a 1-D tensor of them, got {type(value).__name__}")
-    if length > max_batch:
-        raise ValueError(f"{name} must name at most max_batch = {max_batch} rows, got {length}")
-    numbers = _listed(value, name)
+    numbers = row_numbers(value, name, max_batch)
     for number in numbers:
         if not 0 <= number < end:
             raise ValueError(f"{name} must be from 0 to {end_name} - 1 = {end - 1}, got {number}")
     return numbers
+
+
+def row_numbers(value: Any, name: str, max_batch: int) -> list[int]:
+    """At most max_batch integers."""
+    if (length := _length(value, name)) is None:
+        raise TypeError(f"{name} must be a sequence of integers or a 1-D tensor of them, got {type(value).__name__}")
+    if length > max_batch:
+        raise ValueError(f"{name} must name at most max_batch = {max_batch} rows, got {length}")
+    return _listed(value, name)
 
 
 def _length(value: Any, name: str) -> int | None:

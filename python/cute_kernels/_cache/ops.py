@@ -24,6 +24,13 @@ from cute_kernels._runtime import ops
 Sequences = Sequence[int] | Tensor | None  # rows of a cache that a call names
 
 
+class Config(checks.Sizes, Protocol):
+    """A `config.CacheConfig`."""
+
+    @property
+    def max_batch(self) -> int: ...
+
+
 class Target(Protocol):
     """What operations are called for: a `core.CacheCore`."""
 
@@ -33,7 +40,7 @@ class Target(Protocol):
     def content(self) -> Tensor: ...
 
     @property
-    def config(self) -> checks.Sizes: ...
+    def config(self) -> Config: ...
 
     def append(self, k: Tensor, v: Tensor, sequences: Sequences) -> None: ...
 
@@ -70,7 +77,7 @@ def _target(number: int) -> Target:
 
 
 def append(target: Target, k: Tensor, v: Tensor, sequences: Sequences) -> None:
-    _APPEND(target.content, target.number, k, v, *_named(sequences))
+    _APPEND(target.content, target.number, k, v, *_named(target, sequences))
 
 
 def attend(
@@ -88,13 +95,16 @@ def attend(
         out = q.new_empty(q.shape)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32) if return_lse else None
     starts, most = (None, None) if packed is None else (packed.starts, packed.most)
-    named = *_named(sequences), starts, most
+    named = *_named(target, sequences), starts, most
     _ATTEND(target.content, target.number, q, *named, scale, causal, backend, out, lse)
     return out, lse
 
 
-def _named(sequences: Sequences) -> tuple[Sequence[int] | None, Tensor | None]:
-    return (None, sequences) if isinstance(sequences, Tensor) else (sequences, None)
+def _named(target: Target, sequences: Sequences) -> tuple[Sequence[int] | None, Tensor | None]:
+    """torch.library's argument of integers, and that of a tensor. Its own errors name neither."""
+    if isinstance(sequences, Tensor):
+        return None, sequences
+    return (None if sequences is None else checks.row_numbers(sequences, "sequences", target.config.max_batch)), None
 
 
 def _append(

@@ -8,6 +8,8 @@ from torch import Tensor
 from cute_kernels._runtime import checks
 from cute_kernels.rules.base import GROUP_TOKENS, Rule, floats, largest, largest_of_groups, positive
 
+_TOKENS_AT_A_TIME = 4096
+
 
 class OutputAware(Rule):
     """Keys: per token the `kept` largest abs(K) times the sum of abs(q). Values: per channel, of every `group` tokens,
@@ -118,8 +120,12 @@ def attention_mass(q: Tensor, k: Tensor, *, scale: float | None = None, causal: 
 
 
 def _channel_energy(x: Tensor) -> Tensor:
-    """(B, Hkv, D) float64: squares summed over the tokens."""
-    return torch.linalg.vector_norm(x, dim=2, dtype=torch.float64).square()
+    """(B, Hkv, D) float64: squares summed over the tokens, so many at a time. A norm, squared, would not be exact, and
+    channels that tie would no longer."""
+    energy = x.new_zeros(*x.shape[:2], x.shape[3], dtype=torch.float64)
+    for part in x.split(_TOKENS_AT_A_TIME, dim=2):
+        energy += part.double().square().sum(dim=2)
+    return energy
 
 
 def _whole_channels(scores: Tensor, x: Tensor, kept: int) -> Tensor:
