@@ -29,6 +29,10 @@ class Rule(abc.ABC):
     whole_cache: ClassVar[str | None] = None
     group: int = 1
 
+    def __repr__(self) -> str:
+        """Without an address, so that messages, and names of tests, are the same in every process."""
+        return f"{type(self).__name__}(group={self.group})"
+
     def checked_kept(self, kept: int, head_dim: int, argument: str = "keep") -> int:
         """What `mask` gets for a caller's `kept` of head_dim elements; 0: the caller did not say, and every nonzero is
         kept. Raises ValueError, which names the argument, for a number that the rule cannot keep."""
