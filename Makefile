@@ -41,7 +41,7 @@ export PYTHONPATH := $(CURDIR)/python:$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH)
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make test    build in place and run the tests (TEST_ARGS: more arguments for pytest)"
+	@echo "make test    build in place and run the tests in up to 4 processes (TEST_ARGS: more arguments for pytest, -n 0 for one)"
 	@echo "make test-vllm  build in place and run vLLM's engine on the CPU, in an environment of its own (VLLM: its version)"
 	@echo "make fuzz    build in place and run random cases for MINUTES=$(MINUTES) (FUZZ_ARGS: more arguments, such as --help)"
 	@echo "make fuzz-sanitize  the same on the CPU, built into build/sanitize with g++'s address and undefined sanitizers"
@@ -72,7 +72,7 @@ wheels: $(WHEEL_ENVIRONMENT)
 	PATH="$(dir $(PY)):$$PATH" $(PY) -m third_party.build_wheels $(PYTHONS)
 
 test: build
-	$(PY) -m pytest tests $(TEST_ARGS)
+	$(PY) -m pytest tests -n auto --maxprocesses 4 $(TEST_ARGS)
 
 # The one that was written last is this Python's.
 test-wheel: wheel

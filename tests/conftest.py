@@ -16,6 +16,7 @@ import torch
 
 SEED_VARIABLE = "CUTE_KERNELS_TEST_SEED"
 BASE_SEED = int(os.environ.get(SEED_VARIABLE) or random.SystemRandom().randrange(2**31))
+os.environ[SEED_VARIABLE] = str(BASE_SEED)  # for the processes that share the tests out
 
 pytest.register_assert_rewrite("tests.support")
 
