@@ -72,7 +72,7 @@ wheels: $(WHEEL_ENVIRONMENT)
 	PATH="$(dir $(PY)):$$PATH" $(PY) -m third_party.build_wheels $(PYTHONS)
 
 test: build
-	$(PY) -m pytest tests -n auto --maxprocesses 4 $(TEST_ARGS)
+	$(PY) -m pytest -n auto --maxprocesses 4 $(TEST_ARGS)
 
 # The one that was written last is this Python's.
 test-wheel: wheel

@@ -129,6 +129,17 @@ def test_sequences(device, rng):
     assert torch.equal(compiled.lengths, eager.lengths)
 
 
+def test_one_graph_for_all_sequences(rng):
+    cache, counter = make(), torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    cache.add()
+    torch._dynamo.reset()
+    attend = torch.compile(lambda q, rows: cache.attend(q, sequences=rows), backend=counter, fullgraph=True)
+    q = queries()
+    for rows in ([0, 1], [1, 0], [2, 1], [0, 2], [2, 0]):
+        assert oracle.same_bits(attend(q, rows), cache.attend(q, sequences=rows))
+    assert counter.frame_count <= 2  # the second one learns that rows differ
+
+
 def test_what_cannot_be_done_raises_and_changes_nothing(rng):
     cache = make(capacity=100)
     compiled = torch.compile(lambda k, v: cache.append(k, v), backend="aot_eager", fullgraph=True)

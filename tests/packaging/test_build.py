@@ -384,7 +384,7 @@ def test_make_help():
 @pytest.mark.parametrize(
     "target, module",
     [
-        ("test", "-m pytest tests"),
+        ("test", "-m pytest -n auto --maxprocesses 4"),
         ("sweep", "-m profiling.sweep --help"),
         ("fuzz", "-m tests.fuzz --minutes 3 --seed 1"),
         ("fuzz-sanitize", "-m tests.fuzz --device cpu --minutes 3 --seed 1"),

@@ -101,10 +101,13 @@ def attend(
 
 
 def _named(target: Target, sequences: Sequences) -> tuple[Sequence[int] | None, Tensor | None]:
-    """torch.library's argument of integers, and that of a tensor. Its own errors name neither."""
+    """torch.library's argument of integers, and that of a tensor. Its own errors name neither, so integers are checked
+    before; a compiler would make a graph for every one of them, and its operation checks them when it runs."""
     if isinstance(sequences, Tensor):
         return None, sequences
-    return (None if sequences is None else checks.row_numbers(sequences, "sequences", target.config.max_batch)), None
+    if sequences is not None and not torch.compiler.is_compiling():
+        sequences = checks.row_numbers(sequences, "sequences", target.config.max_batch)
+    return sequences, None
 
 
 def _append(

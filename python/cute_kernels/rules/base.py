@@ -31,7 +31,7 @@ class Rule(abc.ABC):
 
     def __repr__(self) -> str:
         """Without an address, so that messages, and names of tests, are the same in every process."""
-        return f"{type(self).__name__}(group={self.group})"
+        return f"<rule {type(self).__name__}>"
 
     def checked_kept(self, kept: int, head_dim: int, argument: str = "keep") -> int:
         """What `mask` gets for a caller's `kept` of head_dim elements; 0: the caller did not say, and every nonzero is

@@ -8,7 +8,7 @@ from torch import Tensor
 from cute_kernels._runtime import checks
 from cute_kernels.rules.base import GROUP_TOKENS, Rule, floats, largest, largest_of_groups, positive
 
-_TOKENS_AT_A_TIME = 4096
+_TOKENS_AT_A_TIME = 1024  # whose squares are in memory
 
 
 class OutputAware(Rule):
