@@ -115,7 +115,7 @@ def head_dims(root: Path) -> list[int]:
 def codecs(root: Path, source: Path) -> list[str]:
     """Codecs that share an object file of a source, see cute_kernels/mma/codecs.def."""
     text = (root / LIBRARY / "mma" / "codecs.def").read_text(encoding="utf-8")
-    of_attention = "(?:_ATTENTION)?" if source.name.startswith("attention_") else ""
+    of_attention = "(?:_ATTENTION)?" if source.parent.name == "attention" else ""
     return re.findall(rf"^CUTE_KERNELS_FOR{of_attention}_CODECS\((\w+)\)", text, re.MULTILINE)
 
 

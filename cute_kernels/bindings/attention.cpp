@@ -160,11 +160,11 @@ void bind_attention(py::module_& m) {
            "lse"_a, "new_empty"_a, "backend"_a, "stages_ahead"_a, "stream"_a);
   cuda.def(
       "has_prefill_kernel",
-      [](int codec, int tile_format, int dtype) {
+      [](int codec, int tile_format) {
         return dispatch::has_prefill_kernel(static_cast<format::CodecId>(codec),
-                                            static_cast<format::TileFormatId>(tile_format), static_cast<DType>(dtype));
+                                            static_cast<format::TileFormatId>(tile_format));
       },
-      "codec"_a, "tile_format"_a, "dtype"_a, "Whether sm90 has a kernel for many query rows over such caches");
+      "codec"_a, "tile_format"_a, "Whether sm90 has a kernel for many query rows over such caches");
   py::class_<DecodingStep>(cuda, "DecodingStep", "append and attention in one call; row i is sequence i. Owns nothing")
       .def(py::init<compress::Pool const&, compress::Windows const&, Problem const&, uintptr_t, Strides const&,
                     Strides const&, int, int64_t, std::string>(),

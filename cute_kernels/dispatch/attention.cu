@@ -164,11 +164,10 @@ void run_with(Kernels<Params> const& kernels, attention::Problem const& problem,
 
 }  // namespace
 
-bool has_prefill_kernel(format::CodecId codec, format::TileFormatId tile_format, DType dtype) {
+bool has_prefill_kernel(format::CodecId codec, format::TileFormatId tile_format) {
   return mma::visit_codecs(tile_format, codec, [&](auto codecs) {
     using Codecs = decltype(codecs);
-    if (!format::is_narrow(codec)) return mma::kHavePrefillOfHalf<Codecs>;
-    return dtype == DType::kFloat16 && mma::kHavePrefillOfNarrow<Codecs, half_t>;
+    return format::is_narrow(codec) ? mma::kHavePrefillOfNarrow<Codecs, half_t> : mma::kHavePrefillOfHalf<Codecs>;
   });
 }
 
@@ -189,15 +188,13 @@ void run(attention::Problem const& problem, Workspace const& workspace, std::str
     if constexpr (Backend::kHasPrefill) {
       int rows = problem.q_heads / problem.keys.kv_heads * problem.q_tokens;
       format::SparseView const& keys = problem.keys;
-      if (has_prefill_kernel(keys.codec, keys.tile_format, keys.dtype) &&
+      if (has_prefill_kernel(keys.codec, keys.tile_format) &&
           rows > most_decoding_rows(problem.keys, has_separate_orders(problem))) {
         if (tuning.stages_ahead > 0)
           throw std::runtime_error("no stages ahead can be chosen for " + std::to_string(rows) +
                                    " query rows a KV head, which the prefill kernel takes");
         return mma::visit_codecs(problem.keys, [&](auto codecs) {
-          using Codecs = decltype(codecs);
-          if constexpr (mma::kHavePrefillOfHalf<Codecs> || mma::kHavePrefillOfNarrow<Codecs, half_t>)
-            run_prefill<typename Backend::template Prefill<Codecs>>(problem, workspace, device, stream);
+          run_prefill<typename Backend::template Prefill<decltype(codecs)>>(problem, workspace, device, stream);
         });
       }
     }

@@ -16,6 +16,6 @@ void run(attention::Problem const& problem, Workspace const& workspace, std::str
          Tuning const& tuning, cudaStream_t stream);
 
 // Whether CC 9.0 has a kernel for many query rows over such caches; without one they are attended to in passes.
-bool has_prefill_kernel(format::CodecId codec, format::TileFormatId tile_format, DType dtype);
+bool has_prefill_kernel(format::CodecId codec, format::TileFormatId tile_format);
 
 }  // namespace cute_kernels::dispatch

@@ -47,15 +47,27 @@ inline int prefill_splits(int multiprocessors, int64_t work_tiles, int tiles, in
   return best;
 }
 
-// The smallest variant that takes all query rows at once, or the one with the fewest passes over the KV tiles; of equal
-// ones the smaller.
+// Stages of a decoder that fit; none: the device's shared memory does not suffice.
+inline int prefill_stages(attention::prefill::Limits const& limits, int stage_bytes, DeviceLimits const& device) {
+  int fit = (device.shared_bytes - limits.fixed_shared_bytes) / (stage_bytes * limits.decoders);
+  return std::max(0, std::min(fit, limits.max_block_stages));
+}
+
+// Of the variants whose stages fit, the smallest that takes all query rows at once, or the one with the fewest passes over
+// the KV tiles; of equal ones the smaller. std::runtime_error if there is none.
 template <class Launcher>
-attention::prefill::Variant choose_variant(int rows) {
+attention::prefill::Variant choose_variant(int rows, format::SparseView const& keys, int stage_bytes,
+                                           DeviceLimits const& device) {
   auto passes = [&](attention::prefill::Variant variant) { return (rows + variant.rows() - 1) / variant.rows(); };
-  attention::prefill::Variant best = Launcher::kVariants[0];
-  for (attention::prefill::Variant variant : Launcher::kVariants)
-    if (passes(variant) < passes(best)) best = variant;
-  return best;
+  attention::prefill::Variant const* best = nullptr;
+  for (attention::prefill::Variant const& variant : Launcher::kVariants) {
+    if (prefill_stages(Launcher::limits(keys, variant), stage_bytes, device) == 0) continue;
+    if (!best || passes(variant) < passes(*best)) best = &variant;
+  }
+  if (!best)
+    throw std::runtime_error("tiles of " + std::to_string(stage_bytes) + " bytes do not fit in the " +
+                             std::to_string(device.shared_bytes) + " bytes of shared memory of this device");
+  return *best;
 }
 
 // Launcher: of attention::prefill.
@@ -68,7 +80,10 @@ void run_prefill(attention::Problem const& problem, Workspace const& workspace, 
   static_cast<attention::Problem&>(params) = problem;
   params.group = problem.q_heads / keys.kv_heads;
   params.rows = params.group * problem.q_tokens;
-  prefill::Variant variant = choose_variant<Launcher>(params.rows);
+  int block_bytes = std::max(keys.max_tile_rows, values.max_tile_rows) * format::kRowBytes;
+  int behind = std::max(2 * prefill::kOrderBytes, format::kRowsBehind * format::kRowBytes);
+  params.stage_bytes = (block_bytes + behind + 127) / 128 * 128;
+  prefill::Variant variant = choose_variant<Launcher>(params.rows, keys, params.stage_bytes, device);
   int row_blocks = (params.rows + variant.rows() - 1) / variant.rows() * variant.cluster_ctas;
   params.query_tokens = cutlass::FastDivmod(problem.q_tokens);
   params.row_blocks = cutlass::FastDivmod(row_blocks);
@@ -77,16 +92,8 @@ void run_prefill(attention::Problem const& problem, Workspace const& workspace, 
   params.zero_masked = problem.lengths && !keys.pages.table;  // sequences in pages end with a tile
 
   params.q_vectorized = in_vectors(problem.q, problem.q_strides);
-  prefill::Limits limits = Launcher::limits(keys.dtype, variant);
-  int block_bytes = std::max(keys.max_tile_rows, values.max_tile_rows) * format::kRowBytes;
-  int behind = std::max(2 * prefill::kOrderBytes, format::kRowsBehind * format::kRowBytes);
-  params.stage_bytes = (block_bytes + behind + 127) / 128 * 128;
-  int of_a_stage = params.stage_bytes * limits.decoders;
-  params.block_stages =
-      std::min((device.shared_bytes - limits.fixed_shared_bytes) / of_a_stage, limits.max_block_stages);
-  if (params.block_stages < 1)
-    throw std::runtime_error("tiles of " + std::to_string(params.stage_bytes) + " bytes do not fit in the " +
-                             std::to_string(device.shared_bytes) + " bytes of shared memory of this device");
+  prefill::Limits limits = Launcher::limits(keys, variant);
+  params.block_stages = prefill_stages(limits, params.stage_bytes, device);
 
   int64_t heads = int64_t{problem.batch} * keys.kv_heads, ctas = heads * row_blocks, work_tiles = ctas;
   if (problem.packed.starts) {  // those that have query tokens, at most
@@ -109,7 +116,7 @@ void run_prefill(attention::Problem const& problem, Workspace const& workspace, 
     params.partial_lse = reinterpret_cast<float*>(static_cast<char*>(params.partial_out) + out_bytes);
   }
   Launcher::launch(params, variant, static_cast<int>(ctas * splits),
-                   limits.fixed_shared_bytes + of_a_stage * params.block_stages, stream);
+                   limits.fixed_shared_bytes + limits.decoders * params.block_stages * params.stage_bytes, stream);
   if (splits > 1)
     reduce::merge_states({params.partial_out, params.partial_lse, out_rows * keys.head_dim, out_rows, problem.out,
                           problem.lse, splits, out_rows, keys.head_dim, DType::kFloat32, keys.dtype},

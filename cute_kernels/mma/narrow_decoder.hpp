@@ -73,8 +73,16 @@ struct NarrowDecoder {
   // Those of atoms `atom` and `atom + 1` of a word, 16, into 8 registers.
   template <class Registers>
   CUTE_DEVICE static void decode16(uint32_t word, int atom, Cursor& at, Registers& r) {
+    static_assert(Codec::kStreams == 2);
     decode<0>(word, at, atom, r, -4 * atom);
     decode<1>(word, at, atom, r, -4 * atom);
+  }
+
+  // Where a lane has one stream: those of one atom, 8, into 4 registers.
+  template <class Registers>
+  CUTE_DEVICE static void decode8(uint32_t word, int atom, Cursor& at, Registers& r) {
+    static_assert(Codec::kStreams == 1);
+    decode<0>(word, at, atom, r, -4 * atom);
   }
 
   // One after the other: from quad to quad only a count is carried on, which takes one instruction.

@@ -44,12 +44,16 @@ struct LaneScales {
 // is in [2^14, 2^15): fp16 then holds what matters, whatever the dtype and size of q.
 inline constexpr int kLargestExponent = 14;
 
-// The exponent of that power, of a row's largest product; the same in all lanes of a quad, which share the row.
+// The exponent of that power, of a row's largest product.
+CUTE_DEVICE int shift_of(float largest) {
+  int exponent = static_cast<int>(__float_as_uint(largest) >> 23) - 127;
+  return kLargestExponent - max(-100, min(exponent, 127));
+}
+// The same in all lanes of a quad, which share the row.
 CUTE_DEVICE int row_shift(float largest) {
   largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
   largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-  int exponent = static_cast<int>(__float_as_uint(largest) >> 23) - 127;
-  return kLargestExponent - max(-100, min(exponent, 127));
+  return shift_of(largest);
 }
 
 // Fragments of rows 8 n + lane / 4 at all columns of K. product(lane, n, v, k): q times the channel's scale, as float; n,

@@ -43,13 +43,12 @@ template <class Codecs>
 inline constexpr bool kHaveFewKernels = !std::is_same_v<Codecs, HalfCodecs>;
 template <class Codecs>
 inline constexpr bool kHaveProducts = !kAreTwoOfFourBitmap<Codecs>;  // kernels of sparse_qk and sparse_av
-// Kernels of attention of many query rows, with operands of type Element, for codecs of 16 bits and for narrow ones. The
-// latter multiply numbers by their scales before they are operands: bfloat16 would round the products too much.
+// Kernels of attention of many query rows, with operands of type Element, for codecs of 16 bits and for narrow ones, which
+// multiply in fp16 whatever the dtype of the cache.
 template <class Codecs>
 inline constexpr bool kHavePrefillOfHalf = std::is_same_v<Codecs, HalfCodecs> || kAreTwoOfFour<Codecs>;
 template <class Codecs, class Element>
-inline constexpr bool kHavePrefillOfNarrow =
-    std::is_same_v<Element, half_t> && (std::is_same_v<Codecs, NarrowCodecs> || kAreTwoOfFour<Codecs>);
+inline constexpr bool kHavePrefillOfNarrow = std::is_same_v<Element, half_t> && !std::is_same_v<Codecs, HalfCodecs>;
 
 // f(codecs) with those that a storage's is of.
 template <class F>

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from cute_kernels._runtime.extension import _C, CODEC_CODES, DTYPE_CODES, TILE_FORMATS
+from cute_kernels._runtime.extension import _C, CODEC_CODES, TILE_FORMATS
 from cute_kernels._storage.tile_reader import operand
 from cute_kernels.sparse_kv import storage_of
 from tests.attention.test_attention import TOLERANCE, attend, compare
@@ -64,8 +64,9 @@ def check(
     num_splits=None,
     change=None,
     together=True,
+    magnitude=1.0,
 ):
-    """Random inputs, which `change` may change."""
+    """Random inputs, which `change` may change. magnitude: of what is cached, and of queries the reciprocal."""
     k, v = (oracle.gaussian(batch, kv_heads, tokens, head_dim, dtype=dtype) for _ in range(2))
     q = oracle.gaussian(batch, kv_heads * groups, queries, head_dim, dtype=dtype)
     dense = None
@@ -73,6 +74,9 @@ def check(
         dense = tuple(oracle.gaussian(batch, kv_heads, window, head_dim, dtype=dtype) for _ in range(2))
     if change:
         change(k, v)
+    for x in (k, v, *(dense or ())):
+        x *= magnitude
+    q /= magnitude
     k, v = k.to(backend.device), v.to(backend.device)
     if together:
         keys, values = stored.compress_kv(k, v)
@@ -146,6 +150,27 @@ def test_channels_and_tokens_of_different_sizes(backend, dtype, stored, rng):
         v *= 2.0 ** torch.randint(-6, 7, (v.shape[2], 1))
 
     check(backend, stored, queries=50, tokens=300, head_dim=128, dtype=dtype, scale=0.01, change=change)
+
+
+@each_stored
+@pytest.mark.parametrize("exponent", [-40, 40])
+def test_magnitudes_beyond_float16(backend, exponent, stored, rng):
+    """Of keys, values and windows of bfloat16, whatever multiplies them."""
+    arguments = {"tokens": 300, "head_dim": 128, "dtype": torch.bfloat16, "magnitude": 2.0**exponent}
+    check(backend, stored, queries=60, **arguments)
+    check(backend, stored, queries=60, window=50, **arguments)
+
+
+@pytest.mark.parametrize("stored", [s for s in STORED if s.codec], ids=str)
+def test_values_far_above_their_channels_mean_stay_finite(backend, stored, rng):
+    k, v = (oracle.gaussian(1, 1, 640, 128, dtype=torch.bfloat16) for _ in range(2))
+    v[:, :, 600] *= 2.0**30
+    k, v = k.to(backend.device), v.to(backend.device)
+    keys, values = stored.compress_kv(k, v)
+    q = oracle.gaussian(1, 1, 60, 128, dtype=torch.bfloat16).to(backend.device)
+    window = k[:, :, :1], v[:, :, 600:601]
+    out, lse = ck.sparse_attention(q, keys, values, window=window, return_lse=True, backend=backend.name)
+    assert out.isfinite().all() and lse.isfinite().all()
 
 
 @pytest.mark.parametrize("stored", [s for s in STORED if s.codec in (None, "fp8")], ids=str)
@@ -223,11 +248,8 @@ def test_pages_and_ragged_queries(backend, head_dim, stored, rng):
 
 @pytest.mark.skipif(not hasattr(_C, "cuda"), reason="this build has no CUDA kernels")
 def test_which_caches_the_prefill_kernel_serves():
-    """16 bits under a bitmap and exactly two of four; narrow codecs of these in float16, whose products with scales
-    bfloat16 would round too much."""
+    """All that have kernels of attention."""
     for name, code in TILE_FORMATS.items():
-        for codec, narrow in ((None, False), *((codec, True) for codec in NARROW)):
-            for dtype, own in ((torch.float16, "fp16"), (torch.bfloat16, "bf16")):
-                served = name != "two_of_four_bitmap" and (not narrow or dtype == torch.float16)
-                found = _C.cuda.has_prefill_kernel(CODEC_CODES[codec or own], code, DTYPE_CODES[dtype])
-                assert found == served, (name, codec, dtype)
+        for codec in ("fp16", "bf16", *NARROW):
+            served = name != "two_of_four_bitmap" or codec in NARROW
+            assert _C.cuda.has_prefill_kernel(CODEC_CODES[codec], code) == served, (name, codec)

@@ -84,6 +84,12 @@ void check_lanes() {
               "indices of scales", lane, i);
       }
   check(elements.size() == 8 * 64, "units");
+  for (int pair = 0; pair < 8; pair += 2)
+    for (int column = 0; column < kTokens; column += 8)
+      for (int i = 0; i < 2; ++i)
+        check(Order::position_of_column(pair) + Order::position_of_column(column + i) ==
+                  Order::position_of_column(column + pair + i),
+              "positions of pairs", pair, column);
 }
 
 // What a lane has of an A fragment is what the columns of its unit say: registers 0 and 2 of two atoms.
@@ -94,6 +100,21 @@ void check_bitmap_units() {
     int atom = 2 * (unit / 4) + pair % 2, of_atom = 2 * lane + half + 8 * (pair / 2);
     int position = format::BitmapTile::position_of_column(16 * atom + of_atom);
     check(Order::position_of_column(column) == position, "position of a column", column);
+  }
+}
+
+// And of the sparse instruction: registers 0 and 2 of one atom, groups of four neighbours.
+void check_slot_units() {
+  using TileFormat = format::TwoOfFourBitmapTile;
+  constexpr int kHeadDim = 64;
+  auto layout = TileFormat::element_layout<format::Role::kKey, kHeadDim>();
+  for (int column = 0; column < kHeadDim; ++column) {
+    int unit = column / 8, lane = unit % 4, pair = column % 8 / 2, element = pair / 2 + 2 * (column % 2);
+    int group = TileFormat::kAtomGroups * (unit / 4) + 2 * (pair % 2);
+    int position = layout(lane, TileFormat::kGroup * group + element) % kHeadDim;
+    check(OrderOf<TileFormat>::position_of_column(column) == position, "position of a slot's column", column);
+    auto place = TileFormat::metadata_place(format::Role::kKey, kHeadDim, lane, group);
+    check(place.row == 0 && place.lane == 2 * (unit / 4) + pair % 2 && place.bit == 4 * lane, "metadata", column);
   }
 }
 
@@ -108,7 +129,9 @@ void check_format() {
 
 int main() {
   check_bitmap_units();
+  check_slot_units();
   check_format<format::BitmapTile>();
   check_format<format::TwoOfFourTile>();
+  check_format<format::TwoOfFourBitmapTile>();
   return report();
 }

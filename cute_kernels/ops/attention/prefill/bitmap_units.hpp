@@ -23,14 +23,12 @@ class LaneUnits<format::BitmapTile, Codec, Element, kRole, kHeadDim> {
   static constexpr int kStepBlocks = Codec::kHasScales ? 1 : Quarter::kStepWords;
   static constexpr int kSteps = Quarter::kWords / kStepBlocks;
 
-  CUTE_DEVICE LaneUnits(uint32_t block, int warp, uint32_t channel_scales)
-      : quarter_(block, warp), scales_(block, warp, channel_scales) {}
+  CUTE_DEVICE LaneUnits(uint32_t block, int warp) : quarter_(block, warp), scales_(block, warp) {}
 
   template <class Store>
   CUTE_DEVICE void decode(int step, Store&& store) {
     if constexpr (Codec::kHasScales) {
       uint32_t word = quarter_.word(step);
-      scales_.begin(step);
       CUTE_UNROLL
       for (int unit = 0; unit < 2; ++unit) {
         Tensor atoms = make_tensor<uint32_t>(Int<8>{});
@@ -61,7 +59,7 @@ class LaneUnits<format::BitmapTile, Codec, Element, kRole, kHeadDim> {
       CUTE_UNROLL
       for (int pair = 0; pair < 4; ++pair) {
         uint32_t of_atom = atoms[4 * (pair % 2) + row + pair / 2 * 2];
-        elements[pair] = scales_.of_columns(row, unit, pair, scales_.of_row(row, of_atom));
+        elements[pair] = scales_.of_columns(unit, pair, scales_.of_row(row, of_atom));
       }
       store(block, row, unit, elements);
     }

@@ -4,6 +4,7 @@
 
 #include <cutlass/numeric_conversion.h>
 
+#include "cute_kernels/mma/scales.hpp"
 #include "cute_kernels/ops/attention/prefill/softmax.hpp"
 #include "cute_kernels/ops/attention/prefill/storage.hpp"
 
@@ -42,7 +43,7 @@ class Consumer {
   WorkTile work_tile_;  // a copy, whose numbers are in registers
   Storage<Traits>& storage_;
   int consumer_, thread_;
-  Softmax softmax_;
+  Softmax<Traits::kDecodesNarrow ? 2 : 1> softmax_;
 
   CUTE_DEVICE int first_row() const { return consumer_ * kConsumerRows; }  // in the work tile
 
@@ -54,7 +55,12 @@ class Consumer {
     constexpr int kThreadRows = kConsumerRows / kRowsAtOnce;
     static_assert(kRowsAtOnce > 0);
     Element* q = storage_.buffer[consumer_].q;
-    copy_queries(q);
+    if constexpr (Traits::kDecodesNarrow) {
+      load_channel_scales([&] { copy_queries(q); });
+      if (has_scales()) scale_queries(q);
+    } else {
+      copy_queries(q);
+    }
     int column = thread_ % kPairs * 2, head_dim = params_.keys.head_dim;
     uint8_t const* channel_order = params_.keys.channel_order_of(work_tile_.sequence, work_tile_.kv_head);
     int channel0 = __ldg(channel_order + Traits::Order::position_of_column(column));
@@ -83,6 +89,82 @@ class Consumer {
     ptx::compiler_fence();  // the library's fence does not say that it orders memory
     cutlass::arch::fence_view_async_shared();
     sync_warpgroup();
+    if constexpr (Traits::kDecodesNarrow) {
+      if (!has_scales()) return;
+      CUTE_UNROLL
+      for (int j = 0; j < 2; ++j) softmax_.multiply_scale(j, storage_.row_scale[consumer_][row_of_warp(j)]);
+    }
+  }
+
+  // Of a narrow codec: q is multiplied by the scales of the keys' channels, O by those of the values'.
+  CUTE_DEVICE bool has_scales() const {
+    if constexpr (Traits::kDecodesNarrow) return params_.keys.channel_scale != nullptr;
+    return false;
+  }
+
+  // Scales of channels, if there are any, in the order of memory into shared memory. meanwhile(): while they are loaded.
+  template <class F>
+  CUTE_DEVICE void load_channel_scales(F&& meanwhile) {
+    constexpr int kThreadChannels = (Traits::kHeadDim + kWarpgroupThreads - 1) / kWarpgroupThreads;
+    int channels[2][kThreadChannels];
+    uint16_t scales[2][kThreadChannels];
+    auto for_each = [&](auto&& f) {
+      if (!has_scales()) return;
+      CUTE_UNROLL
+      for (int role = 0; role < 2; ++role) {
+        CUTE_UNROLL
+        for (int i = 0; i < kThreadChannels; ++i)
+          if (int position = thread_ + i * kWarpgroupThreads; position < Traits::kHeadDim) f(role, i, position);
+      }
+    };
+    for_each([&](int role, int i, int position) {
+      format::SparseView const& view = role == 0 ? params_.keys : params_.values;
+      channels[role][i] = __ldg(view.channel_order_of(work_tile_.sequence, work_tile_.kv_head) + position);
+      scales[role][i] = __ldg(view.channel_scale_of(work_tile_.sequence, work_tile_.kv_head) + position);
+    });
+    meanwhile();
+    for_each([&](int role, int i, int) {
+      storage_.channel_scales[consumer_][role][channels[role][i]] = format::scale_value(scales[role][i]);
+    });
+    sync_warpgroup();
+  }
+
+  // Eight of them.
+  CUTE_DEVICE void load_scales_of(format::Role role, int channel, float (&scales)[kVector]) const {
+    if constexpr (Traits::kDecodesNarrow) {
+      auto const* from =
+          reinterpret_cast<float4 const*>(storage_.channel_scales[consumer_][static_cast<int>(role)] + channel);
+      reinterpret_cast<float4*>(scales)[0] = from[0], reinterpret_cast<float4*>(scales)[1] = from[1];
+    }
+  }
+
+  // Rows of q, in the order of memory, times scales of channels and a power of two for each row (mma/scales.hpp), in fp16.
+  // A thread has the vectors that it has copied.
+  CUTE_DEVICE void scale_queries(Element* q) {
+    constexpr int kVectors = Traits::kHeadDim / kVector, kRowsAtOnce = kWarpgroupThreads / kVectors;
+    int channel = thread_ % kVectors * kVector;
+    alignas(16) float scales[kVector];
+    load_scales_of(format::Role::kKey, channel, scales);
+#pragma unroll 2
+    for (int row = thread_ / kVectors; row < kConsumerRows; row += kRowsAtOnce) {
+      auto& vector = *reinterpret_cast<uint4*>(q + row * Traits::kHeadDim + channel);
+      alignas(16) uint16_t bits[kVector];
+      *reinterpret_cast<uint4*>(bits) = vector;
+      cutlass::Array<float, kVector> products;
+      float largest = 0;
+      CUTE_UNROLL
+      for (int i = 0; i < kVector; ++i) {
+        products[i] = channel < params_.keys.head_dim ? from_half_bits(bits[i], params_.keys.dtype) * scales[i] : 0.f;
+        largest = fmaxf(largest, fabsf(products[i]));  // ignores NaN
+      }
+      CUTE_UNROLL
+      for (int lanes = 1; lanes < kVectors; lanes *= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, lanes));
+      int shift = mma::shift_of(largest);
+      CUTE_UNROLL
+      for (int i = 0; i < kVector; ++i) products[i] *= mma::power_of_two_float(shift);
+      vector = convert_vector<Element>(products);
+      if (thread_ % kVectors == 0) storage_.row_scale[consumer_][row] = mma::power_of_two_float(-shift);
+    }
   }
 
   // Rows of q, channels in the order of memory.
@@ -269,7 +351,9 @@ class Consumer {
     int index = work_tile_.begin + tile;
     if (index < work_tile_.all_seen_until(index)) return;
     KvTile kv_tile = work_tile_.kv_tile(index);
-    uint8_t const* token_order = storage_.token_order[operand % Traits::kStages];
+    int pair = 2 * (thread_ % 4);  // of every 8 columns
+    uint8_t const* token_order =
+        storage_.token_order[operand % Traits::kStages] + Traits::Order::position_of_column(pair);
     QueryRows queries = work_tile_.queries(params_);
     int seen[2];  // of the tile's tokens
     CUTE_UNROLL
@@ -282,8 +366,8 @@ class Consumer {
     for (int n = 0; n < size<0, 2>(tCrS); ++n) {
       CUTE_UNROLL
       for (int i = 0; i < 2; ++i) {
-        int column = 8 * n + 2 * (thread_ % 4) + i;
-        int token = kv_tile.in_window ? column : token_order[Traits::Order::position_of_column(column)];
+        int distance = 8 * n + i;
+        int token = kv_tile.in_window ? pair + distance : token_order[Traits::Order::position_of_column(distance)];
         CUTE_UNROLL
         for (int j = 0; j < 2; ++j)
           if (token >= seen[j]) tCrS(make_coord(i, j, n), 0, 0) = -INFINITY;
@@ -337,10 +421,13 @@ class Consumer {
     CUTE_UNROLL
     for (int i = 0; i < 2; ++i) channels[i] = channel_order + Traits::Order::channel_of_row(2 * (lane % 4) + i);
     bool partial = params_.partial_lse != nullptr;
-    int64_t first_of_split = partial ? work_tile_.split * params_.all_rows() : 0;
+    // The split is needed here alone: not held on to through the loop.
+    int64_t first_of_split = partial ? storage_.work_tile.split * params_.all_rows() : 0;
     QueryRows queries = work_tile_.queries(params_);
     auto output_row = [&](int row) { return first_of_split + work_tile_.output_row(params_, queries, row); };
     float* lse = partial ? params_.partial_lse : params_.lse;
+    alignas(16) float scales[kVector];
+    if (has_scales()) load_scales_of(format::Role::kValue, lane * kVector % Traits::kHeadDim, scales);
     CUTE_UNROLL
     for (int j = 0; j < 2; ++j) {
       float sum = softmax_.row_sum(j), factor = sum == 0 ? 0 : 1 / sum;
@@ -360,19 +447,31 @@ class Consumer {
         int row = i / (Traits::kHeadDim / 8), channel = i % (Traits::kHeadDim / 8) * 8;
         if (first + row >= work_tile_.rows || channel >= head_dim) continue;
         int64_t to = output_row(first + row) * head_dim + channel;
-        auto const* from = reinterpret_cast<float4 const*>(&rows[row][channel]);
+        auto eight = *reinterpret_cast<cutlass::Array<float, kVector> const*>(&rows[row][channel]);
+        if (has_scales()) {
+          CUTE_UNROLL
+          for (int k = 0; k < kVector; ++k) eight[k] *= scales[k];
+        }
         if (partial) {
           auto* vectors = reinterpret_cast<float4*>(static_cast<float*>(params_.partial_out) + to);
+          auto const* from = reinterpret_cast<float4 const*>(&eight);
           vectors[0] = from[0], vectors[1] = from[1];
-        } else {
-          cutlass::NumericArrayConverter<Element, float, 8> converter;
-          auto converted = converter(*reinterpret_cast<cutlass::Array<float, 8> const*>(from));
-          *reinterpret_cast<uint4*>(static_cast<Element*>(params_.out) + to) =
-              *reinterpret_cast<uint4 const*>(&converted);
+          continue;
         }
+        auto* vector = reinterpret_cast<uint4*>(static_cast<Element*>(params_.out) + to);
+        if (Traits::kDecodesNarrow && params_.values.dtype == DType::kBFloat16)
+          *vector = convert_vector<bfloat16_t>(eight);
+        else
+          *vector = convert_vector<Element>(eight);
       }
       __syncwarp();
     }
+  }
+
+  template <class To>
+  CUTE_DEVICE static uint4 convert_vector(cutlass::Array<float, kVector> const& x) {
+    auto converted = cutlass::NumericArrayConverter<To, float, kVector>{}(x);
+    return *reinterpret_cast<uint4 const*>(&converted);
   }
 };
 

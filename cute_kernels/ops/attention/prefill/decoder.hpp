@@ -44,7 +44,6 @@ class TileDecoder {
   }
 
   CUTE_DEVICE void run() {
-    load_channel_scales();
     int tiles = work_tile_.end - work_tile_.begin, operands = Operand<Traits>::count(tiles);
     int own_operands = max(0, operands - first_operand_ + kOperandStep - 1) / kOperandStep;
     BlockLoader loader(*this, tiles);
@@ -156,29 +155,6 @@ class TileDecoder {
     return stages_ + (stage * Traits::kStageElements + layout(row, column)) * static_cast<int>(sizeof(Element));
   }
 
-  // Scales of channels as elements: of keys in the order of columns, of values by position.
-  CUTE_DEVICE void load_channel_scales() {
-    if constexpr (Traits::kDecodesNarrow) {
-      if (!params_.keys.channel_scale) return;
-      auto load = [&](format::SparseView const& view, int position) {
-        uint16_t const* scales = view.channel_scale_of(work_tile_.sequence, work_tile_.kv_head);
-        return Element(format::scale_value(__ldg(scales + position)));
-      };
-      auto& [keys, values] = storage_.channel_scales[decoder_];
-      for (int i = threadIdx.x % kWarpgroupThreads; i < Traits::kHeadDim; i += kWarpgroupThreads)
-        keys[i] = load(params_.keys, Order::position_of_column(i)), values[i] = load(params_.values, i);
-      sync_warpgroup();
-    }
-  }
-
-  // Shared-memory address.
-  CUTE_DEVICE uint32_t channel_scales(format::Role role) const {
-    if constexpr (Traits::kDecodesNarrow)
-      return cast_smem_ptr_to_uint(storage_.channel_scales[decoder_][static_cast<int>(role)]);
-    else
-      return 0;
-  }
-
   // With the tokens in the order of the values, so that P comes out in the order that V has.
   CUTE_DEVICE void decode_keys(BlockStage const& from, int stage, int parity, bool with_order) {
     uint8_t const* order = from.token_order;
@@ -233,7 +209,7 @@ class TileDecoder {
   CUTE_DEVICE void decode_blocks(BlockStage const& from, uint32_t const (&rows)[2], Edit&& edit) {
     with_codec([&](auto codec) {
       using Units = LaneUnits<TileFormat, decltype(codec), Element, kRole, Traits::kHeadDim>;
-      Units units(cast_smem_ptr_to_uint(from.block), warp_, channel_scales(kRole));
+      Units units(cast_smem_ptr_to_uint(from.block), warp_);
 #pragma unroll(Units::kUnrolls ? Units::kSteps : 1)
       for (int step = 0; step < Units::kSteps; ++step) {
         units.decode(step, [&](int block, int row, int unit, uint32_t (&elements)[4]) {
@@ -269,32 +245,45 @@ class TileDecoder {
   CUTE_DEVICE void copy_window_tile(bool is_value, int first_token, int stage) {
     format::SparseView const& view = is_value ? params_.values : params_.keys;
     int64_t const* strides = is_value ? params_.window.value_strides : params_.window.key_strides;
-    auto const* from = static_cast<Element const*>(is_value ? params_.window.values : params_.window.keys) +
+    auto const* from = static_cast<uint16_t const*>(is_value ? params_.window.values : params_.window.keys) +
                        work_tile_.sequence * strides[0] + work_tile_.kv_head * strides[1] + first_token * strides[2];
     uint8_t const* channel_order = view.channel_order_of(work_tile_.sequence, work_tile_.kv_head);
+    uint16_t const* channel_scales = view.channel_scale_of(work_tile_.sequence, work_tile_.kv_head);
     int tokens = work_tile_.window_tokens - first_token;
-    auto element = [&](int token, int channel) {
-      return token < tokens && channel < view.head_dim ? from[token * strides[2] + channel] : Element(0.f);
+    auto element = [&](int token, int position) {
+      int channel = __ldg(channel_order + position);
+      if (token >= tokens || channel >= view.head_dim) return uint16_t{0};
+      uint16_t bits = from[token * strides[2] + channel];
+      if constexpr (Traits::kDecodesNarrow)
+        if (channel_scales) return relative_to(__ldg(channel_scales + position), bits);
+      return bits;
     };
     CUTE_NO_UNROLL
     for (int i = threadIdx.x % kWarpgroupThreads; i < Traits::kStageElements / 8; i += kWarpgroupThreads) {
-      alignas(16) Element elements[8];
+      alignas(16) uint16_t elements[8];
       uint32_t to;
       if (is_value) {
         int row = i % Traits::kHeadDim, column = i / Traits::kHeadDim * 8;
-        int channel = __ldg(channel_order + Order::channel_of_row(row));
         CUTE_UNROLL
-        for (int j = 0; j < 8; ++j) elements[j] = element(column + j, channel);
+        for (int j = 0; j < 8; ++j) elements[j] = element(column + j, Order::channel_of_row(row));
         to = value_address(stage, row, column);
       } else {
         int row = i / (Traits::kHeadDim / 8), column = i % (Traits::kHeadDim / 8) * 8;
         CUTE_UNROLL
-        for (int j = 0; j < 8; ++j)
-          elements[j] = element(row, __ldg(channel_order + Order::position_of_column(column + j)));
+        for (int j = 0; j < 8; ++j) elements[j] = element(row, Order::position_of_column(column + j));
         to = key_address(stage, row, column);
       }
       cutlass::arch::shared_store<16>(to, elements);
     }
+  }
+
+  // Bits of an element of the cache's dtype, divided by its channel's scale as compressed ones are, as fp16: no larger than
+  // its largest number unless infinite.
+  CUTE_DEVICE uint16_t relative_to(uint16_t channel_scale, uint16_t bits) const {
+    constexpr float kLargest = 65504;
+    float x = from_half_bits(bits, params_.keys.dtype), relative = x / format::scale_value(channel_scale);
+    if (fabsf(relative) > kLargest && isfinite(x)) relative = copysignf(kLargest, x);
+    return half_t(relative).raw();
   }
 };
 

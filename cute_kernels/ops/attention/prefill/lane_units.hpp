@@ -5,12 +5,11 @@
 // each a lane has four units, in two rows 8 apart two each; OperandLayout says where.
 //
 // LaneUnits<TileFormat, Codec, Element, kRole, kHeadDim> has
-//   LaneUnits(block, warp, channel_scales)   shared-memory addresses; channel_scales: elements, of keys by column, of values by
-//                                            position; not read without scales
-//   kSteps, kStepBlocks                      how a quarter's blocks are decoded: so many together
-//   kUnrolls                                 whether code of all steps is to be side by side
-//   decode(step, store)                      store(block of the step, row, unit, elements): 8 in the order of columns, two a
-//                                            register, of a codec with scales times them; steps in order
+//   LaneUnits(block, warp)   block: shared-memory address
+//   kSteps, kStepBlocks      how a quarter's blocks are decoded: so many together
+//   kUnrolls                 whether code of all steps is to be side by side
+//   decode(step, store)      store(block of the step, row, unit, elements): 8 in the order of columns, two a register, of
+//                            a codec with scales times those of their tokens; steps in order
 #pragma once
 
 #include "cute_kernels/format/tile/tile.hpp"
@@ -26,3 +25,4 @@ class LaneUnits {
 
 #include "cute_kernels/ops/attention/prefill/bitmap_units.hpp"
 #include "cute_kernels/ops/attention/prefill/pair_units.hpp"
+#include "cute_kernels/ops/attention/prefill/slot_units.hpp"

@@ -37,8 +37,7 @@ struct Launcher {
       return std::array{Variant{1, 1}, Variant{2, 1}};
   }();
 
-  // dtype: of q and of the cache.
-  static Limits limits(DType dtype, Variant variant);
+  static Limits limits(format::SparseView const& keys, Variant variant);
   static void launch(Params const& params, Variant variant, int ctas, int shared_bytes, cudaStream_t stream);
 };
 

@@ -18,15 +18,16 @@ auto visit_variant(Variant variant, F&& f) {
 }
 
 template <int kHeadDim, class Codecs, class F>
-auto visit_traits(DType dtype, Variant variant, F&& f) {
+auto visit_traits(format::SparseView const& keys, Variant variant, F&& f) {
   if constexpr (mma::kHavePrefillOfHalf<Codecs>)
-    if (dtype == DType::kBFloat16) return visit_variant<kHeadDim, Codecs, bfloat16_t>(variant, std::forward<F>(f));
+    if (keys.codec == format::CodecId::kBf16)
+      return visit_variant<kHeadDim, Codecs, bfloat16_t>(variant, std::forward<F>(f));
   return visit_variant<kHeadDim, Codecs, half_t>(variant, std::forward<F>(f));
 }
 
 template <int kHeadDim, class Codecs>
-Limits Launcher<kHeadDim, Codecs>::limits(DType dtype, Variant variant) {
-  return visit_traits<kHeadDim, Codecs>(dtype, variant, [](auto traits) {
+Limits Launcher<kHeadDim, Codecs>::limits(format::SparseView const& keys, Variant variant) {
+  return visit_traits<kHeadDim, Codecs>(keys, variant, [](auto traits) {
     using T = decltype(traits);
     return Limits{T::kDecoders, kMaxBlockStages, kFixedBytes<T>};
   });
@@ -35,7 +36,7 @@ Limits Launcher<kHeadDim, Codecs>::limits(DType dtype, Variant variant) {
 template <int kHeadDim, class Codecs>
 void Launcher<kHeadDim, Codecs>::launch(Params const& params, Variant variant, int ctas, int shared_bytes,
                                         cudaStream_t stream) {
-  visit_traits<kHeadDim, Codecs>(params.keys.dtype, variant, [&](auto traits) {
+  visit_traits<kHeadDim, Codecs>(params.keys, variant, [&](auto traits) {
     using T = decltype(traits);
     pipeline::Config config{};
     config.ctas = ctas;

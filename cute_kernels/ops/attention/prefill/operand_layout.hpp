@@ -11,11 +11,13 @@
 //   row_of_channel, channel_of_row         row of V^T of a channel position, and back
 //   lane_row, lane_column, kUnitsApart     of a lane in a block of 16 rows x 64 columns: the position of its first row, 8
 //                                          before the other one; its first column; units from there to its second unit.
-//                                          Positions of its columns are those of the first one and of the distance, added
+//                                          Positions of its columns are those of the first one and of the distance, added.
+//                                          So are those of a pair of every 8 columns
 #pragma once
 
 #include "cute_kernels/format/tile/bitmap.hpp"
 #include "cute_kernels/format/tile/two_of_four.hpp"
+#include "cute_kernels/format/tile/two_of_four_bitmap.hpp"
 
 namespace cute_kernels::attention::prefill {
 
@@ -66,6 +68,36 @@ struct OperandLayout<format::TwoOfFourTile> {
 
   CUTE_HOST_DEVICE static constexpr int lane_row(int lane) { return lane % 8; }
   CUTE_HOST_DEVICE static constexpr int lane_column(int lane) { return lane / 8 * 2 * kUnitColumns; }
+};
+
+// A unit is a row's two groups of an A fragment of the sparse instruction:
+//
+//   column          8 u + 0, 1    8 u + 2, 3    8 u + 4, 5    8 u + 6, 7
+//   of lane u % 4   a0: 0, 2      a2: 0, 2      a0: 1, 3      a2: 1, 3      elements of a group of four; atom u / 4
+//
+// A quarter of a warp has two rows of 4 units.
+template <>
+struct OperandLayout<format::TwoOfFourBitmapTile> {
+  static constexpr int kBlockColumns = 64, kUnitsApart = 4;
+
+  CUTE_HOST_DEVICE static constexpr int position_of_column(int column) {
+    int block = column / kBlockColumns * kBlockColumns, unit = column % kBlockColumns / kUnitColumns;
+    int pair = column / 2 % 4, element = pair / 2 + 2 * (column % 2);
+    return block + 32 * (unit / 4) + 16 * (pair % 2) + 4 * (unit % 4) + element;
+  }
+  CUTE_HOST_DEVICE static constexpr int row_of_token(int position) {
+    int unit = position / 32 * 4 + position / 4 % 4, pair = position / 16 % 2 + position % 2 * 2;
+    return kUnitColumns * unit + 2 * pair + position / 2 % 2;
+  }
+  CUTE_HOST_DEVICE static constexpr int row_of_channel(int position) {
+    return OperandLayout<format::BitmapTile>::row_of_channel(position);
+  }
+  CUTE_HOST_DEVICE static constexpr int channel_of_row(int row) {
+    return OperandLayout<format::BitmapTile>::channel_of_row(row);
+  }
+
+  CUTE_HOST_DEVICE static constexpr int lane_row(int lane) { return lane / 4; }
+  CUTE_HOST_DEVICE static constexpr int lane_column(int lane) { return lane % 4 * kUnitColumns; }
 };
 
 template <class TileFormat>

@@ -21,18 +21,17 @@ class LaneUnits<format::TwoOfFourTile, Codec, Element, kRole, kHeadDim> {
   static constexpr int kSteps = kHeadDim / 64, kStepBlocks = 1;
   static constexpr bool kUnrolls = !Codec::kHasScales;  // for which registers do not suffice
 
-  CUTE_DEVICE LaneUnits(uint32_t block, int warp, uint32_t channel_scales)
+  CUTE_DEVICE LaneUnits(uint32_t block, int warp)
       : selectors_(mma::group_selectors(lane() % 16)),
         metadata_(block + warp * kSteps * format::kRowBytes + 4 * (4 * row() + quarter())),
         values_(block + (kFirstValueRow + warp * kSteps * kBlockRows + value_row()) * format::kRowBytes + 16 * row()),
-        scales_(block, warp, channel_scales) {}
+        scales_(block, warp) {}
 
   template <class Store>
   CUTE_DEVICE void decode(int step, Store&& store) {
     uint32_t metadata = ptx::load_shared_u32(metadata_ + step * format::kRowBytes);
     uint32_t values[2][kBlockGroups];
     load(step, values);
-    scales_.begin(step);
     CUTE_UNROLL
     for (int unit = 0; unit < 2; ++unit) {
       CUTE_UNROLL
@@ -46,7 +45,7 @@ class LaneUnits<format::TwoOfFourTile, Codec, Element, kRole, kHeadDim> {
           CUTE_UNROLL
           for (int half = 0; half < 2; ++half)
             elements[2 * i + half] =
-                scales_.of_columns(row, unit, 2 * i + half, ptx::permute_bytes(pair, 0, selectors >> 16 * half));
+                scales_.of_columns(unit, 2 * i + half, ptx::permute_bytes(pair, 0, selectors >> 16 * half));
         }
         store(0, row, unit, elements);
       }

@@ -8,10 +8,17 @@
 
 namespace cute_kernels::attention::prefill {
 
+// kScales: 2 where both rows have a scale of their own.
+template <int kScales>
 class Softmax {
  public:
-  // scale_log2: not negative.
-  CUTE_DEVICE explicit Softmax(float scale_log2) : scale_log2_(scale_log2) {}
+  // scale_log2: of logits, times log2 e. Not negative.
+  CUTE_DEVICE explicit Softmax(float scale_log2) {
+    CUTE_UNROLL
+    for (float& scale : scale_log2_) scale = scale_log2;
+  }
+
+  CUTE_DEVICE void multiply_scale(int j, float factor) { scale_log2_[j] *= factor; }
 
   // The unnormalised probabilities in place of logits. Returns whether O is to be multiplied by factor().
   template <class FragmentS>
@@ -22,7 +29,7 @@ class Softmax {
     for (int j = 0; j < 2; ++j) {
       largest[j] = -INFINITY;
       for_row(tCrS, j, [&](float s) { largest[j] = fmaxf(largest[j], s); });
-      rises |= largest[j] * scale_log2_ > threshold_[j];
+      rises |= largest[j] * scale(j) > threshold_[j];
     }
     bool rescales = __any_sync(~0u, rises);
     if (rescales) {
@@ -35,8 +42,8 @@ class Softmax {
       for (int j = 0; j < 2; ++j) {
         float& s0 = tCrS(make_coord(0, j, n), 0, 0);
         float& s1 = tCrS(make_coord(1, j, n), 0, 0);
-        s0 = ptx::exp2_approximate(fmaf(s0, scale_log2_, -max_[j]));
-        s1 = ptx::exp2_approximate(fmaf(s1, scale_log2_, -max_[j]));
+        s0 = ptx::exp2_approximate(fmaf(s0, scale(j), -max_[j]));
+        s1 = ptx::exp2_approximate(fmaf(s1, scale(j), -max_[j]));
         sum_[j] += s0 + s1;
       }
     }
@@ -60,9 +67,11 @@ class Softmax {
   }
 
  private:
-  float scale_log2_;
+  float scale_log2_[kScales];
   // Of scaled logits, to base 2. The threshold is -infinity until one has been seen; sums are of this thread's tokens.
   float max_[2] = {0, 0}, threshold_[2] = {-INFINITY, -INFINITY}, sum_[2] = {0, 0}, factor_[2];
+
+  CUTE_DEVICE float scale(int j) const { return scale_log2_[j % kScales]; }
 
   template <class FragmentS, class F>
   CUTE_DEVICE static void for_row(FragmentS& tCrS, int j, F&& f) {
@@ -78,7 +87,7 @@ class Softmax {
     largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
     factor_[j] = 1;
     if (largest == -INFINITY) return;
-    float scaled = largest * scale_log2_, raised = threshold_[j] == -INFINITY ? scaled : fmaxf(scaled, max_[j]);
+    float scaled = largest * scale(j), raised = threshold_[j] == -INFINITY ? scaled : fmaxf(scaled, max_[j]);
     factor_[j] = ptx::exp2_approximate(threshold_[j] == -INFINITY ? 0 : max_[j] - raised);
     max_[j] = raised;
     threshold_[j] = raised + kRescaleThreshold;

@@ -63,8 +63,9 @@ struct Storage {
   alignas(1024) Element stages[Traits::kStages][Traits::kStageElements];
   alignas(16) uint8_t token_order[Traits::kStages][format::kTileTokens];  // of keys: token_position -> token
   uint8_t positions[Traits::kDecoders][2][format::kTileTokens];           // of values: token -> token_position
-  // By decoder and role, if any codec has scales.
-  alignas(16) Element channel_scales[Traits::kDecodesNarrow ? Traits::kDecoders : 0][2][Traits::kHeadDim];
+  // Of consumers, if any codec has scales: those of the channels of keys and of values, and of the rows of S.
+  alignas(16) float channel_scales[Traits::kDecodesNarrow ? Traits::kConsumers : 0][2][Traits::kHeadDim];
+  float row_scale[Traits::kDecodesNarrow ? Traits::kConsumers : 0][kConsumerRows];
   WorkTile work_tile;  // here, and not in registers, of which decoders have few
   cutlass::arch::ClusterTransactionBarrier block_full[Traits::kDecoders][kMaxBlockStages];
   cutlass::arch::ClusterTransactionBarrier operand_full[Traits::kBarriers];  // an arrival for each operand

@@ -24,11 +24,13 @@ inline constexpr int kWarpgroupThreads = 128, kWarpgroupWarps = 4;
 // that have the same KV tiles, for different query rows, each of which decodes a part of them for all.
 template <class Codecs, class Element_, int kHeadDim_, int kConsumers_, int kClusterCtas_>
 struct Traits {
-  using Element = Element_;  // multiplies; of q, of a window and of results
+  using Element = Element_;  // multiplies; of q, of a window and of results, which differ where a codec is narrow
   static constexpr bool kIsHalf = std::is_same_v<Element, half_t>;
-  using TileFormat = std::conditional_t<mma::kAreTwoOfFour<Codecs>, format::TwoOfFourTile, format::BitmapTile>;
+  using TileFormat = std::conditional_t<
+      mma::kAreTwoOfFour<Codecs>, format::TwoOfFourTile,
+      std::conditional_t<mma::kAreTwoOfFourBitmap<Codecs>, format::TwoOfFourBitmapTile, format::BitmapTile>>;
   using OwnCodec = std::conditional_t<kIsHalf, format::Fp16Codec, format::Bf16Codec>;  // bit for bit
-  static constexpr bool kDecodesOwn = !std::is_same_v<Codecs, mma::NarrowCodecs>;
+  static constexpr bool kDecodesOwn = mma::kHavePrefillOfHalf<Codecs>;
   static constexpr bool kDecodesNarrow = mma::kHavePrefillOfNarrow<Codecs, Element>;
   static_assert(kDecodesOwn || kDecodesNarrow);
   static constexpr int kHeadDim = kHeadDim_;
