@@ -67,8 +67,6 @@ def _values(case: Case, v: ck.SparseKV, dense: Tensor, rows: tuple[int, int]) ->
     terms, want = oracle.av(p.abs(), finite.abs()), oracle.av(p, finite)
     if tokens:  # what is far below a row's largest weight may be lost
         largest = p.cpu().double().abs().amax(-1, keepdim=True)
-        if v.channel_scale is not None:  # times scales, which are 1 of tokens without nonzeros, of others so much less
-            largest = largest * oracle.NARROW[v.codec][0]
         terms = terms + largest * 2.0**-26 * oracle.for_query_heads(finite.abs(), p.shape[1]).sum(2, keepdim=True)
     special = ~oracle.for_query_heads(dense, p.shape[1]).isfinite().all(2)[:, :, None].expand(want.shape)
     _compare(case, got, want, terms, special, tolerance_of(v, v.dtype))
