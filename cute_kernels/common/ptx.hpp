@@ -110,6 +110,14 @@ CUTE_DEVICE uint32_t multiply_halves(uint32_t x, uint32_t y) {
   return result;
 }
 
+CUTE_DEVICE uint32_t multiply_bfloats([[maybe_unused]] uint32_t x, [[maybe_unused]] uint32_t y) {
+  uint32_t result = 0;
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(x), "r"(y));
+#endif
+  return result;
+}
+
 // x * y + z
 CUTE_DEVICE uint32_t multiply_add_halves(uint32_t x, uint32_t y, uint32_t z) {
   uint32_t result;
@@ -177,6 +185,13 @@ CUTE_DEVICE float exp2_approximate(float x) {
 CUTE_DEVICE float log2_approximate(float x) {
   float result;
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
+// 1 / x within a unit of the last place, subnormal numbers included.
+CUTE_DEVICE float reciprocal_approximate(float x) {
+  float result;
+  asm("rcp.approx.f32 %0, %1;" : "=f"(result) : "f"(x));
   return result;
 }
 

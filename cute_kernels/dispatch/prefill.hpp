@@ -81,7 +81,8 @@ void run_prefill(attention::Problem const& problem, Workspace const& workspace, 
   params.group = problem.q_heads / keys.kv_heads;
   params.rows = params.group * problem.q_tokens;
   int block_bytes = std::max(keys.max_tile_rows, values.max_tile_rows) * format::kRowBytes;
-  int behind = std::max(2 * prefill::kOrderBytes, format::kRowsBehind * format::kRowBytes);
+  int rows_behind = format::visit_codec(keys.codec, [](auto codec) { return decltype(codec)::kRowsBehind; });
+  int behind = std::max(2 * prefill::kOrderBytes, rows_behind * format::kRowBytes);
   params.stage_bytes = (block_bytes + behind + 127) / 128 * 128;
   prefill::Variant variant = choose_variant<Launcher>(params.rows, keys, params.stage_bytes, device);
   int row_blocks = (params.rows + variant.rows() - 1) / variant.rows() * variant.cluster_ctas;

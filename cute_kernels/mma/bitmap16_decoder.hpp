@@ -23,7 +23,7 @@ using namespace cute;
 
 struct Bitmap16Decoder {
   using TileFormat = format::BitmapTile;
-  static constexpr int kRowsBehind = 2;
+  static constexpr int kRowsBehind = format::Fp16Codec::kRowsBehind;
 
   // The lane's position in its two streams, as shared-memory addresses of the last value taken (counts are inclusive).
   struct Cursor {

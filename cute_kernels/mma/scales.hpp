@@ -96,7 +96,7 @@ CUTE_DEVICE void scale_channels(Fragment& tCrO /* ((2,2),MMA_M,MMA_N) */, uint16
     CUTE_UNROLL
     for (int j = 0; j < 2; ++j) {
       float scale = format::scale_value(__ldg(of_lane + 16 * m + 8 * j));
-      if (kDivide) scale = 1 / scale;
+      if (kDivide) scale = ptx::reciprocal_approximate(scale);
       CUTE_UNROLL
       for (int n = 0; n < size<2>(tCrO); ++n) {
         tCrO(make_coord(0, j), m, n) *= scale;

@@ -194,23 +194,27 @@ class Schedule {
   }
 
   CUTE_HOST_DEVICE WorkTile work_tile(int index) const {
-    int row, in_row;
-    params_.work_tiles_per_row(row, in_row, index);
-    if (!partitions_rows()) {
-      int tiles = params_.tiles_per_work_tile.divisor;
-      return make_work_tile(row, in_row, index * tiles, tiles);
-    }
-    int tiles = tile_ends_[row + 1] - tile_ends_[row];
-    return make_work_tile(row, in_row, tile_ends_[row] * params_.work_tiles_per_row.divisor + in_row * tiles, tiles);
+    Place place;
+    params_.work_tiles_per_row(place.row, place.in_row, index);
+    place.tiles = params_.tiles_per_work_tile.divisor, place.begin = index * place.tiles;
+    if (partitions_rows()) place_in_row(place);
+    return make_work_tile(place);
   }
 
   // By work tile only if Policy::kUniform.
   CUTE_HOST_DEVICE WorkTile work_tile_with(int tile) const {
-    if (!variable_length()) return work_tile(params_.tiles_per_work_tile.div(tile));
-    int row = row_at(params_.work_tiles_per_row.div(tile), 0);
-    int tiles = tile_ends_[row + 1] - tile_ends_[row], before = tile_ends_[row] * params_.work_tiles_per_row.divisor;
-    int in_row = (tile - before) / tiles;
-    return make_work_tile(row, in_row, before + in_row * tiles, tiles);
+    Place place;
+    if (variable_length()) {
+      place.row = row_at(params_.work_tiles_per_row.div(tile), 0);
+      int before = tile_ends_[place.row] * params_.work_tiles_per_row.divisor;
+      place.in_row = (tile - before) / (tile_ends_[place.row + 1] - tile_ends_[place.row]);
+      place_in_row(place);
+    } else {
+      int index = params_.tiles_per_work_tile.div(tile);
+      params_.work_tiles_per_row(place.row, place.in_row, index);
+      place.tiles = params_.tiles_per_work_tile.divisor, place.begin = index * place.tiles;
+    }
+    return make_work_tile(place);
   }
 
  private:
@@ -324,17 +328,28 @@ class Schedule {
 #endif
   }
 
-  CUTE_HOST_DEVICE WorkTile make_work_tile(int row, int in_row, int begin, int tiles) const {
+  // Of a work tile: its row and where in it, its first KV tile and how many it has.
+  struct Place {
+    int row, in_row, begin, tiles;
+  };
+  // Where rows differ in their tiles.
+  CUTE_HOST_DEVICE void place_in_row(Place& place) const {
+    int before = tile_ends_[place.row] * params_.work_tiles_per_row.divisor;
+    place.tiles = tile_ends_[place.row + 1] - tile_ends_[place.row];
+    place.begin = before + place.in_row * place.tiles;
+  }
+
+  CUTE_HOST_DEVICE WorkTile make_work_tile(Place const& place) const {
     int block;
     WorkTile work_tile;
-    params_.row_blocks(work_tile.kv_head, block, in_row);
-    work_tile.index = row * params_.work_tiles_per_row.divisor + in_row;
-    work_tile.row = row;
-    work_tile.sequence = sequence_of(row);
+    params_.row_blocks(work_tile.kv_head, block, place.in_row);
+    work_tile.index = place.row * params_.work_tiles_per_row.divisor + place.in_row;
+    work_tile.row = place.row;
+    work_tile.sequence = sequence_of(place.row);
     work_tile.first_row = block * Policy::kRows;
     int rows = params_.rows - work_tile.first_row;
     work_tile.rows = rows < Policy::kRows ? rows : Policy::kRows;
-    work_tile.tiles = {begin, begin + tiles};
+    work_tile.tiles = {place.begin, place.begin + place.tiles};
     work_tile.window_tokens = window_tokens_of(work_tile.sequence);
     work_tile.window_tiles = static_cast<int>(window_tiles_of(work_tile.window_tokens));
     work_tile.tokens = tokens_of(work_tile.sequence);

@@ -22,8 +22,8 @@ struct CodecBits {
   static constexpr int kWordValues = kIsNarrow ? 32 / ValueBits : 1;  // of a stream in a word
   static constexpr int kWordRows = kIsNarrow ? kStreams : 1;          // from a word of a stream to its next
   static constexpr int kBitDistance = kIsNarrow ? 4 : 8;              // see BitmapTile::bitmap_bit
-  static constexpr int kRowsBehind = 2 * kWordRows;                   // of a block, that its decoder may read
-  static_assert(kRowsBehind <= format::kRowsBehind);
+  // Of a block, that a decoder may read without using them.
+  static constexpr int kRowsBehind = (ValueBits == 8 ? 3 : 2) * kWordRows;
 
   // Rows of a tile whose longest stream has `longest` values, and what a stream may have in so many rows.
   CUTE_HOST_DEVICE static constexpr int value_rows(int longest) {

@@ -19,7 +19,6 @@ inline constexpr int kTileTokens = 64;
 inline constexpr int kLanes = 32;
 inline constexpr int kRowBytes = 4 * kLanes;  // one 32-bit word a lane; lane l stays in bank l
 inline constexpr int kStreamBits = 16;        // that a lane's stream has of a value row, on average
-inline constexpr int kRowsBehind = 4;         // of a block, that a decoder may read without using them, at most
 inline constexpr int kClasses = 8;            // token and channel position mod 8 decide the stream: token_order.hpp
 inline constexpr int kMinHeadDim = 64;        // tiles hold 64, 128 or 256 channels; any other multiple of 8 is
 inline constexpr int kMaxHeadDim = 256;       // padded with empty channels

@@ -3,6 +3,7 @@
 
 #include <cute/arch/copy_sm75.hpp>
 
+#include "cute_kernels/common/half_pair.hpp"
 #include "cute_kernels/mma/scales.hpp"
 #include "cute_kernels/ops/attention/params.hpp"
 #include "cute_kernels/ops/attention/worker.hpp"
@@ -59,48 +60,60 @@ CUTE_DEVICE void stage_queries(Params const& params, schedule::WorkTile const& w
   worker.sync();
 }
 
+// Pairs of neighbouring columns that a thread has when queries are put into the order of the compressed keys: in rows
+// kRowStep apart, of columns 2 kWorkerThreads apart.
+template <class Traits>
+struct QueryPairs {
+  static constexpr int kPairs = Traits::kHeadDim / 2;  // of a row
+  static constexpr int kThreads = Traits::kWorkerThreads, kOwnPairs = cute::max(1, kPairs / kThreads);
+  static constexpr int kRowStep = cute::max(1, kThreads / kPairs), kOwnRows = Traits::kN / kRowStep;
+  int thread = threadIdx.x % kThreads;
+
+  CUTE_DEVICE int row(int n) const { return thread / kPairs + n * kRowStep; }
+  CUTE_DEVICE int column(int i) const { return 2 * (thread % kPairs + i * kThreads); }
+  CUTE_DEVICE static int channel(uint8_t const* channel_order, int column) {
+    return __ldg(channel_order + Traits::TileFormat::position_of_column(column));
+  }
+
+  // f(i, n) for each: i of the columns, n of the rows.
+  template <class F>
+  CUTE_DEVICE static void for_each(F&& f) {
+    CUTE_UNROLL
+    for (int i = 0; i < kOwnPairs; ++i) {
+      CUTE_UNROLL
+      for (int n = 0; n < kOwnRows; ++n) f(i, n);
+    }
+  }
+};
+
 // Puts the staged queries into the order of the compressed keys' columns, where they are. With all of the worker's
 // warps, when none reads them as they were any longer. pair_at(row, column): where two neighbouring columns go.
 template <class Traits, class PairAt>
 CUTE_DEVICE void order_queries(Worker<Traits> const& worker, SharedP<Traits>& shared_p, uint8_t const* channel_order,
                                PairAt&& pair_at) {
-  constexpr int kPairs = Traits::kHeadDim / 2;  // of neighbouring columns
-  constexpr int kThreads = Traits::kWorkerThreads, kOwnPairs = cute::max(1, kPairs / kThreads);
-  constexpr int kRowStep = cute::max(1, kThreads / kPairs), kOwnRows = Traits::kN / kRowStep;
-  int thread = threadIdx.x % kThreads, first_row = thread / kPairs;
-  uint32_t pairs[kOwnPairs][kOwnRows];
+  QueryPairs<Traits> own;
+  uint32_t pairs[own.kOwnPairs][own.kOwnRows];
   CUTE_UNROLL
-  for (int i = 0; i < kOwnPairs; ++i) {
-    int column = 2 * (thread % kPairs + i * kThreads);
+  for (int i = 0; i < own.kOwnPairs; ++i) {
     int channels[2];
     CUTE_UNROLL
-    for (int j = 0; j < 2; ++j) channels[j] = __ldg(channel_order + Traits::TileFormat::position_of_column(column + j));
+    for (int j = 0; j < 2; ++j) channels[j] = own.channel(channel_order, own.column(i) + j);
     CUTE_UNROLL
-    for (int n = 0; n < kOwnRows; ++n) {
-      auto const* query = reinterpret_cast<uint16_t const*>(shared_p.query(first_row + n * kRowStep));
+    for (int n = 0; n < own.kOwnRows; ++n) {
+      auto const* query = reinterpret_cast<uint16_t const*>(shared_p.query(own.row(n)));
       pairs[i][n] = query[channels[0]] | uint32_t{query[channels[1]]} << 16;
     }
   }
   worker.sync();  // all have been read
-  CUTE_UNROLL
-  for (int i = 0; i < kOwnPairs; ++i) {
-    CUTE_UNROLL
-    for (int n = 0; n < kOwnRows; ++n)
-      pair_at(first_row + n * kRowStep, 2 * (thread % kPairs + i * kThreads)) = pairs[i][n];
-  }
+  own.for_each([&](int i, int n) { pair_at(own.row(n), own.column(i)) = pairs[i][n]; });
   if constexpr (Traits::kByWarpgroup) shared_p.publish();
   worker.sync();
 }
 
-// As B fragments.
+// Queries that are in order as B fragments: matrices of 8 rows and 8 columns, four at a time.
 template <class Traits, class Fragment>
-CUTE_DEVICE void load_queries(Worker<Traits> const& worker, SharedP<Traits>& shared_p, uint8_t const* channel_order,
-                              Fragment& tCrB /* ((2,2),MMA_N,MMA_K) */) {
+CUTE_DEVICE void load_ordered_queries(SharedP<Traits>& shared_p, Fragment& tCrB /* ((2,2),MMA_N,MMA_K) */) {
   CUTE_STATIC_ASSERT_V((shape<0>(tCrB) == Shape<_2, _2>{}));  // two neighbouring columns, then 8 further on
-  order_queries(worker, shared_p, channel_order, [&](int row, int column) -> uint32_t& {
-    return reinterpret_cast<uint32_t*>(shared_p.query(row))[column / 2];
-  });
-  // Matrices of 8 rows and 8 columns, four at a time.
   int lane = threadIdx.x % 32;
   Tensor words = recast<uint32_t>(tCrB);  // ((1,2),MMA_N,MMA_K)
   CUTE_UNROLL
@@ -113,20 +126,73 @@ CUTE_DEVICE void load_queries(Worker<Traits> const& worker, SharedP<Traits>& sha
   }
 }
 
-// The same times the scales of the channels, see mma/scales.hpp.
+// As B fragments.
+template <class Traits, class Fragment>
+CUTE_DEVICE void load_queries(Worker<Traits> const& worker, SharedP<Traits>& shared_p, uint8_t const* channel_order,
+                              Fragment& tCrB /* ((2,2),MMA_N,MMA_K) */) {
+  order_queries(worker, shared_p, channel_order, [&](int row, int column) -> uint32_t& {
+    return reinterpret_cast<uint32_t*>(shared_p.query(row))[column / 2];
+  });
+  load_ordered_queries(shared_p, tCrB);
+}
+
+// The same times the scales of the channels and a power of two for each row, see mma/scales.hpp. undo[2 n + i]: what the
+// accumulators of rows 8 n + 2 (lane % 4) + i must be multiplied by.
 template <class Traits, class Fragment, int kRows>
-CUTE_DEVICE void load_scaled_queries(Params const& params, SharedP<Traits>& shared_p, uint8_t const* channel_order,
-                                     uint16_t const* channel_scale, Fragment& tCrB /* ((2,2),MMA_N,MMA_K) */,
-                                     float (&undo)[kRows]) {
-  auto product = [&](int lane, int n, int v, int k) {
-    // Two neighbouring positions are loaded together: the other one's product takes the same words.
-    int position = 16 * k + 8 * Traits::TileFormat::eight_of(v) + 2 * (lane % 4), next = Traits::TileFormat::next_of(v);
-    uint32_t channels = __ldg(reinterpret_cast<uint16_t const*>(channel_order + position));
-    float2 scales = mma::scale_pair(__ldg(reinterpret_cast<uint32_t const*>(channel_scale + position)));
-    uint16_t q = shared_p.query(8 * n + lane / 4)[channels >> (8 * next) & 0xff];
-    return from_half_bits(q, params.keys.dtype) * (next ? scales.y : scales.x);
+CUTE_DEVICE void load_scaled_queries(Params const& params, Worker<Traits> const& worker, SharedP<Traits>& shared_p,
+                                     uint8_t const* channel_order, uint16_t const* channel_scale,
+                                     Fragment& tCrB /* ((2,2),MMA_N,MMA_K) */, float (&undo)[kRows]) {
+  using Element = typename Fragment::value_type;
+  QueryPairs<Traits> own;
+  float2 products[own.kOwnPairs][own.kOwnRows];
+  float largest[own.kOwnRows] = {};
+  CUTE_UNROLL
+  for (int i = 0; i < own.kOwnPairs; ++i) {
+    int channels[2];
+    float scales[2];
+    CUTE_UNROLL
+    for (int j = 0; j < 2; ++j) {
+      channels[j] = own.channel(channel_order, own.column(i) + j);
+      scales[j] = format::scale_value(__ldg(channel_scale + Traits::TileFormat::position_of_column(own.column(i) + j)));
+    }
+    CUTE_UNROLL
+    for (int n = 0; n < own.kOwnRows; ++n) {
+      auto const* query = shared_p.query(own.row(n));
+      float2& product = products[i][n];
+      product.x = from_half_bits(query[channels[0]], params.keys.dtype) * scales[0];
+      product.y = from_half_bits(query[channels[1]], params.keys.dtype) * scales[1];
+      largest[n] = fmaxf(largest[n], fmaxf(fabsf(product.x), fabsf(product.y)));  // ignores NaN
+    }
+  }
+  // Of rows that other warps have, 0.
+  static_assert(own.kPairs >= 32, "a warp's pairs are of the same rows");
+  int lane = threadIdx.x % 32;
+  float of_lane = 0;
+  CUTE_UNROLL
+  for (int n = 0; n < own.kOwnRows; ++n) {
+    uint32_t of_warp = __reduce_max_sync(~0u, __float_as_uint(largest[n]));  // floats from 0 on are ordered as integers
+    if (lane == own.row(n)) of_lane = __uint_as_float(of_warp);
+  }
+  if (lane < Traits::kN) shared_p.number_of_row(worker.part, lane) = of_lane;
+  worker.sync();  // all queries have been read
+  auto shift_of_row = [&](int row) {
+    float largest = 0;
+    CUTE_UNROLL
+    for (int warp = 0; warp < Traits::kWorkerWarps; ++warp) largest = fmaxf(largest, shared_p.number_of_row(warp, row));
+    return mma::shift_of(largest);
   };
-  mma::load_scaled_rows(tCrB, product, undo);
+  float factor[own.kOwnRows];
+  CUTE_UNROLL
+  for (int n = 0; n < own.kOwnRows; ++n) factor[n] = mma::power_of_two_float(shift_of_row(own.row(n)));
+  own.for_each([&](int i, int n) {
+    float2 product = products[i][n];
+    reinterpret_cast<uint32_t*>(shared_p.query(own.row(n)))[own.column(i) / 2] =
+        to_pair<Element>(product.x * factor[n], product.y * factor[n]);
+  });
+  CUTE_UNROLL
+  for (int i = 0; i < kRows; ++i) undo[i] = mma::power_of_two_float(-shift_of_row(i / 2 * 8 + 2 * (lane % 4) + i % 2));
+  worker.sync();
+  load_ordered_queries(shared_p, tCrB);
 }
 
 }  // namespace cute_kernels::attention

@@ -33,13 +33,12 @@ CUTE_DEVICE auto make_logits() {  // (MMA,own MMA_M,MMA_N)
   return make_accumulators<Traits, Traits::kOwnTokenBlocks>();
 }
 
-// Element: of the window.
-template <class Traits, class Element, class Pipeline, class FragmentP, class FragmentO>
-CUTE_DEVICE void attend_window_tile_of(Params const& params, schedule::WorkTile const& work_tile, int tile,
-                                       Worker<Traits> const& worker, SharedP<Traits>& shared_p, Pipeline& pipeline,
-                                       OnlineSoftmax<Traits>& softmax, FragmentP& tCrP, FragmentO& tCrO) {
+template <class Traits, class Pipeline, class FragmentP, class FragmentO>
+CUTE_DEVICE void attend_window_tile(Params const& params, schedule::WorkTile const& work_tile, int tile,
+                                    Worker<Traits> const& worker, SharedP<Traits>& shared_p, Pipeline& pipeline,
+                                    OnlineSoftmax<Traits>& softmax, FragmentP& tCrP, FragmentO& tCrO) {
   Tensor tCrS = make_logits<Traits>();
-  WindowTile<Traits, Element> window(params, work_tile, tile - work_tile.tiles.begin, worker);
+  WindowTile<Traits> window(params, work_tile, tile - work_tile.tiles.begin, worker);
   Stage keys = pipeline.next();
   window.fill(keys, params.window.keys, params.window.key_strides);
   window.multiply_keys(keys, shared_p, tCrS);
@@ -47,22 +46,12 @@ CUTE_DEVICE void attend_window_tile_of(Params const& params, schedule::WorkTile 
   softmax.scale(tCrS, params.scale_log2);
   Mask::apply<Traits>(tCrS, worker.part, Mask(params, work_tile).template limits<Traits>(true),
                       [&](int position) { return window.token(position); });
-  Tensor tCrWindowP = recast<Element>(tCrP);  // in the window's type
-  softmax.step(tCrS, TokenOrders{}, tCrWindowP, tCrO);
+  Tensor tCrWindowP = recast<typename Traits::Element>(tCrP);  // in the window's type
+  softmax.step(tCrS, TokenOrders{}, tCrWindowP, tCrO, UnscaledValues{}, params.keys.dtype);
   Stage values = pipeline.next();
   window.fill(values, params.window.values, params.window.value_strides);
   window.multiply_values(values, tCrWindowP, tCrO);
   pipeline.release();
-}
-
-template <class Traits, class... Arguments>
-CUTE_DEVICE void attend_window_tile(Params const& params, Arguments&&... arguments) {
-  if constexpr (!Traits::kHasScales)
-    attend_window_tile_of<Traits, typename Traits::Element>(params, arguments...);
-  else if (params.keys.dtype == DType::kFloat16)
-    attend_window_tile_of<Traits, half_t>(params, arguments...);
-  else
-    attend_window_tile_of<Traits, bfloat16_t>(params, arguments...);
 }
 
 // A warp's part of the channels, and, in the worker's first warp, what it knows of the rows.
@@ -178,8 +167,8 @@ CUTE_DEVICE void attend(Params const& params, typename Traits::Schedule const& s
     }
     stage_queries(params, work_tile, worker, shared_p);
 
-    // With D 256 the window needs the registers: the work tile is looked up again rather than held.
-    constexpr bool kHoldsWorkTile = Traits::kHeadDim < format::kMaxHeadDim && Traits::kN == 8;
+    // With D 256 or with scales the window needs the registers: the work tile is looked up again rather than held.
+    constexpr bool kHoldsWorkTile = Traits::kHeadDim < format::kMaxHeadDim && Traits::kN == 8 && !Traits::kHasScales;
     bool has_window = tile < window_end;
     CUTE_NO_UNROLL
     for (; tile < window_end; ++tile)
@@ -191,7 +180,7 @@ CUTE_DEVICE void attend(Params const& params, typename Traits::Schedule const& s
       if (has_window)
         mma::scale_channels<true>(tCrO, channel_scale(params.values, work_tile),
                                   worker.part * Traits::kOwnChannelBlocks);
-      load_scaled_queries(params, shared_p, channel_order(params.keys, work_tile),
+      load_scaled_queries(params, worker, shared_p, channel_order(params.keys, work_tile),
                           channel_scale(params.keys, work_tile), tCrQ, row_scale);
       CUTE_UNROLL
       for (float& scale : row_scale) scale *= params.scale_log2;

@@ -7,10 +7,9 @@
 // 2^kRescaleThreshold, far within the range of fp16; see rescaling.hpp.
 #pragma once
 
-#include <cutlass/numeric_conversion.h>
-
 #include <cute/arch/copy_sm75.hpp>
 
+#include "cute_kernels/common/half_pair.hpp"
 #include "cute_kernels/mma/scales.hpp"
 #include "cute_kernels/ops/attention/rescaling.hpp"
 #include "cute_kernels/ops/attention/worker.hpp"
@@ -95,22 +94,28 @@ class OnlineSoftmax {
   }
 
   // Takes this warp's exponents, -infinity for masked tokens; returns the tile's P as B fragments, and O^T rescaled
-  // where row_max rose.
+  // where row_max rose. dtype: of P, if its elements are bits.
   template <class FragmentS, class FragmentP, class FragmentO, class Values = UnscaledValues>
   CUTE_DEVICE void step(FragmentS& tCrS /* ((2,2),own MMA_M,MMA_N) */, TokenOrders const& orders,
                         FragmentP& tCrP /* ((2,2),MMA_N,MMA_K) */, FragmentO& tCrO /* ((2,2),own MMA_M,MMA_N) */,
-                        Values const& values = {}) {
-    shared_p_.load(store<typename FragmentP::value_type>(tCrS, orders, tCrO, values), orders, tCrP);
+                        Values const& values = {}, DType dtype = {}) {
+    shared_p_.load(store<typename FragmentP::value_type>(tCrS, orders, tCrO, values, dtype), orders, tCrP);
   }
 
   // The same, but P stays in shared memory. Returns which of its buffers has it. Element: of P.
   template <class P, class FragmentS, class FragmentO, class Values = UnscaledValues>
   CUTE_DEVICE int store(FragmentS& tCrS /* ((2,2),own MMA_M,MMA_N) */, TokenOrders const& orders,
-                        FragmentO& tCrO /* ((2,2),own MMA_M,MMA_N) */, Values const& values = {}) {
+                        FragmentO& tCrO /* ((2,2),own MMA_M,MMA_N) */, Values const& values = {}, DType dtype = {}) {
     float sum[kRows];
-    if (worker_.sync_any(store_p<P>(tCrS, orders, values, sum))) {
+    auto rises = [&] { return worker_.sync_any(store_p<P>(tCrS, orders, values, dtype, sum)); };
+    // Relative to raised maxima none rises once more.
+    if constexpr (Traits::kN == 8 || Traits::kHasScales) {
+      // A loop: the code of P is there once. Others have no registers for it.
+      CUTE_NO_UNROLL
+      for (bool again = false; rises() && !again; again = true) rescale(tCrS, values, tCrO);
+    } else if (rises()) {
       rescale(tCrS, values, tCrO);
-      store_p<P>(tCrS, orders, values, sum);
+      store_p<P>(tCrS, orders, values, dtype, sum);
       worker_.sync();
     }
     CUTE_UNROLL
@@ -155,7 +160,7 @@ class OnlineSoftmax {
   // Element: of P. Returns whether an exponent of this lane's is above the threshold. With scales that is seen by the
   // product, which takes no logarithm; before the first exponent there is no product that is not.
   template <class Element, class FragmentS, class Values>
-  CUTE_DEVICE bool store_p(FragmentS const& tCrS, TokenOrders const& orders, Values const& values,
+  CUTE_DEVICE bool store_p(FragmentS const& tCrS, TokenOrders const& orders, Values const& values, DType dtype,
                            float (&sum)[kRows]) {
     bool rises = false;
     if constexpr (!Values::kScaled) {
@@ -174,7 +179,7 @@ class OnlineSoftmax {
       for (int m = 0; m < size<1>(tCrS); ++m) {
         CUTE_UNROLL
         for (int j = 0; j < 2; ++j) {
-          cutlass::Array<float, 2> p;
+          float p[2];
           CUTE_UNROLL
           for (int i = 0; i < 2; ++i) {
             p[i] = ptx::exp2_approximate(tCrS(make_coord(i, j), m, n));
@@ -183,8 +188,7 @@ class OnlineSoftmax {
             if constexpr (Values::kScaled)
               rises |= p[i] >= (threshold_[2 * n + i] == -INFINITY ? 0.f : kLargestProduct);
           }
-          cutlass::Array<Element, 2> packed = cutlass::NumericArrayConverter<Element, float, 2>{}(p);
-          SM75_U32x1_MOVM_T::copy(reinterpret_cast<uint32_t const&>(packed), pairs(j, n, m));
+          SM75_U32x1_MOVM_T::copy(to_pair<Element>(p[0], p[1], dtype), pairs(j, n, m));
         }
         // The columns of V^T have positions 2t, 2t + 1 and 2t + 8, 2t + 9, or 2t, 2t + 8 and 2t + 1, 2t + 9.
         if constexpr (Traits::TileFormat::position_of_column(1) == 1) continue;

@@ -13,10 +13,36 @@
 
 namespace cute_kernels::attention {
 
-// Element: of the window and of queries.
-template <class Traits, class Element>
+// D += A B of 16-bit operands. Of a codec with scales the kernel has them as bits and learns their dtype when it runs: this
+// is then all of a window tile's code that there is twice.
+template <class Element>
+class WindowMma {
+ public:
+  CUTE_DEVICE explicit WindowMma(DType dtype) : dtype_(dtype) {}
+
+  template <class FragmentA, class FragmentB, class FragmentC>
+  CUTE_DEVICE void operator()(FragmentA const& tCrA, FragmentB const& tCrB, FragmentC&& tCrC) const {
+    if constexpr (!std::is_same_v<Element, uint16_t>)
+      multiply<Element>(tCrA, tCrB, tCrC);
+    else if (dtype_ == DType::kFloat16)
+      multiply<half_t>(tCrA, tCrB, tCrC);
+    else
+      multiply<bfloat16_t>(tCrA, tCrB, tCrC);
+  }
+
+ private:
+  DType dtype_;
+
+  template <class As, class FragmentA, class FragmentB, class FragmentC>
+  CUTE_DEVICE static void multiply(FragmentA const& tCrA, FragmentB const& tCrB, FragmentC& tCrC) {
+    cute::gemm(MMA_Atom<mma::WarpMmaOp<As>>{}, recast<As>(tCrA), recast<As>(tCrB), tCrC);
+  }
+};
+
+template <class Traits>
 class WindowTile {
  public:
+  using Element = typename Traits::Element;  // of the window and of queries: maybe only bits
   static constexpr int kTokenBlocks = schedule::kWindowTileTokens / 16;  // the first warps take one each
   static_assert(kTokenBlocks <= Traits::kWorkerWarps);
 
@@ -53,7 +79,7 @@ class WindowTile {
         continue;
       }
       CUTE_NO_UNROLL
-      for (int j = 0; j < 8; ++j) to[8 * i + j] = channel + j < params_.keys.head_dim ? vector[j] : Element(0.f);
+      for (int j = 0; j < 8; ++j) to[8 * i + j] = channel + j < params_.keys.head_dim ? vector[j] : Element(0);
     }
     worker_.sync();
   }
@@ -64,7 +90,7 @@ class WindowTile {
                                  FragmentS& tCrS /* (MMA,own MMA_M,MMA_N) */) const {
     auto const* keys = reinterpret_cast<Element const*>(stage.block);
     int row = 16 * part_ + lane_ / 4;
-    MMA_Atom<mma::WarpMmaOp<Element>> mma;
+    WindowMma<Element> multiply(params_.keys.dtype);
     clear(tCrS);
     // A lane takes 8 neighbouring channels of every 32, of keys and of queries alike: the order of terms is free.
     CUTE_NO_UNROLL
@@ -86,8 +112,8 @@ class WindowTile {
         Tensor tCrB = make_tensor<Element>(Shape<Shape<_2, _2>, _2>{});  // (MMA,blocks of 16 channels)
         *reinterpret_cast<uint4*>(raw_pointer_cast(tCrB.data())) =
             *reinterpret_cast<uint4 const*>(shared_p.query(8 * n + lane_ / 4) + channel);
-        cute::gemm(mma, tCrA(_, 0), tCrB(_, 0), tCrS(_, 0, n));
-        cute::gemm(mma, tCrA(_, 1), tCrB(_, 1), tCrS(_, 0, n));
+        multiply(tCrA(_, 0), tCrB(_, 0), tCrS(_, 0, n));
+        multiply(tCrA(_, 1), tCrB(_, 1), tCrS(_, 0, n));
       }
     }
   }
@@ -97,7 +123,7 @@ class WindowTile {
   CUTE_DEVICE void multiply_values(Stage const& stage, FragmentP const& tCrP /* (MMA,MMA_N,MMA_K) */,
                                    FragmentO& tCrO /* (MMA,own MMA_M,MMA_N) */) const {
     auto const* values = reinterpret_cast<Element const*>(stage.block);
-    MMA_Atom<mma::WarpMmaOp<Element>> mma;
+    WindowMma<Element> multiply(params_.keys.dtype);
     CUTE_UNROLL
     for (int m = 0; m < Traits::kOwnChannelBlocks; m += kBlocks) {
       CUTE_UNROLL
@@ -117,7 +143,7 @@ class WindowTile {
         for (int i = 0; i < cute::min(kBlocks, Traits::kOwnChannelBlocks); ++i) {
           CUTE_UNROLL
           for (int n = 0; n < Traits::kRowBlocks; ++n)
-            cute::gemm(mma, tCrA(_, i), tCrP(_, n, k * Traits::kOwnTokenBlocks), tCrO(_, m + i, n));
+            multiply(tCrA(_, i), tCrP(_, n, k * Traits::kOwnTokenBlocks), tCrO(_, m + i, n));
         }
       }
     }

@@ -108,8 +108,9 @@ class SharedP : private ScalesByToken<Traits, Traits::kHasScales && Traits::kSep
 
   // A number of every warp for every row: of those that this lane accumulates.
   CUTE_DEVICE float& row_number(int warp, int i) {
-    return row_numbers_[warp][i / 2 * 8 + 2 * (threadIdx.x % 4) + i % 2];
+    return number_of_row(warp, i / 2 * 8 + 2 * (threadIdx.x % 4) + i % 2);
   }
+  CUTE_DEVICE float& number_of_row(int warp, int row) { return row_numbers_[warp][row]; }
 
  private:
   using Element = typename Traits::Element;

@@ -146,11 +146,11 @@ class TileDecoder {
   }
 
   // Shared-memory address of an element of an operand stage.
-  CUTE_DEVICE uint32_t key_address(int stage, int row, int channel) const {
+  CUTE_DEVICE uint32_t key_address(int stage, unsigned row, unsigned channel) const {
     typename Traits::template Offsets<typename Traits::SmemLayoutK> layout;  // (tokens,channels)
     return stages_ + (stage * Traits::kStageElements + layout(row, channel)) * static_cast<int>(sizeof(Element));
   }
-  CUTE_DEVICE uint32_t value_address(int stage, int row, int column) const {
+  CUTE_DEVICE uint32_t value_address(int stage, unsigned row, unsigned column) const {
     typename Traits::template Offsets<typename Traits::SmemLayoutV> layout;  // (channels,tokens)
     return stages_ + (stage * Traits::kStageElements + layout(row, column)) * static_cast<int>(sizeof(Element));
   }
@@ -158,14 +158,14 @@ class TileDecoder {
   // With the tokens in the order of the values, so that P comes out in the order that V has.
   CUTE_DEVICE void decode_keys(BlockStage const& from, int stage, int parity, bool with_order) {
     uint8_t const* order = from.token_order;
-    int position[2] = {16 * warp_ + Order::lane_row(lane_), 16 * warp_ + Order::lane_row(lane_) + 8};  // of the tokens
+    unsigned position[2] = {16 * warp_ + Order::lane_row(lane_), 16 * warp_ + Order::lane_row(lane_) + 8};  // of tokens
     if (params_.separate_orders) {
       order = from.value_order;
       uint8_t* positions = storage_.positions[decoder_][parity];
       int thread = threadIdx.x % kWarpgroupThreads;
       if (thread < format::kTileTokens) positions[order[thread]] = static_cast<uint8_t>(thread);
       sync_warpgroup();
-      for (int& p : position) p = positions[from.token_order[p]];
+      for (unsigned& p : position) p = positions[from.token_order[p]];
     }
     if (with_order && lane_ < 4)
       reinterpret_cast<uint32_t*>(storage_.token_order[stage])[4 * warp_ + lane_] =
@@ -182,7 +182,7 @@ class TileDecoder {
   // tile: of the sequence's compressed ones.
   CUTE_DEVICE void decode_values(BlockStage const& from, int tile, int stage) {
     constexpr int kBlockBytes = 16 * 64 * sizeof(Element);
-    int channel = Traits::kHeadDim / kWarpgroupWarps * warp_ + Order::lane_row(lane_);
+    unsigned channel = Traits::kHeadDim / kWarpgroupWarps * warp_ + Order::lane_row(lane_);
     uint32_t rows[2];
     CUTE_UNROLL
     for (int i = 0; i < 2; ++i)
@@ -191,7 +191,7 @@ class TileDecoder {
       int tokens = work_tile_.tokens - tile * format::kTileTokens;
       uint8_t const* order = from.token_order + Order::position_of_column(Order::lane_column(lane_));
       auto counts = [&](int distance) { return order[Order::position_of_column(distance)] < tokens; };
-      decode_blocks<format::Role::kValue, kBlockBytes>(from, rows, [&](int unit, uint32_t (&elements)[4]) {
+      decode_blocks<format::Role::kValue, kBlockBytes, false>(from, rows, [&](int unit, uint32_t (&elements)[4]) {
         CUTE_UNROLL
         for (int pair = 0; pair < 4; ++pair) {
           int distance = Order::kUnitsApart * kUnitColumns * unit + 2 * pair;
@@ -204,13 +204,13 @@ class TileDecoder {
   }
 
   // rows: where the lane's first units of two rows go of the first block; those of the next block kBlockBytes further on.
-  // edit(0 or 1, the elements of such a unit of the lane's): before that.
-  template <format::Role kRole, int kBlockBytes, class Edit>
+  // edit(0 or 1, the elements of such a unit of the lane's): before that. kOften: code is unrolled.
+  template <format::Role kRole, int kBlockBytes, bool kOften = true, class Edit>
   CUTE_DEVICE void decode_blocks(BlockStage const& from, uint32_t const (&rows)[2], Edit&& edit) {
     with_codec([&](auto codec) {
       using Units = LaneUnits<TileFormat, decltype(codec), Element, kRole, Traits::kHeadDim>;
       Units units(cast_smem_ptr_to_uint(from.block), warp_);
-#pragma unroll(Units::kUnrolls ? Units::kSteps : 1)
+#pragma unroll(kOften&& Units::kUnrolls ? Units::kSteps : 1)
       for (int step = 0; step < Units::kSteps; ++step) {
         units.decode(step, [&](int block, int row, int unit, uint32_t (&elements)[4]) {
           edit(unit, elements);

@@ -28,6 +28,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) prefill_kernel(CUTE_GRID_
   extern __shared__ __align__(1024) uint8_t shared[];
   auto& storage = *reinterpret_cast<Storage<Traits>*>(shared);
   WorkTile const& work_tile = storage.work_tile;
+  prefetch_params(params, storage.prefetched_params);
   if (threadIdx.x == 0) {
     storage.init_barriers();
     storage.work_tile.look_up(params, Traits::kRows, Traits::kClusterCtas);

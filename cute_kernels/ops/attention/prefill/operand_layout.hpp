@@ -21,7 +21,7 @@
 
 namespace cute_kernels::attention::prefill {
 
-inline constexpr int kUnitColumns = 8, kUnitBytes = 16;
+inline constexpr unsigned kUnitColumns = 8, kUnitBytes = 16;
 
 template <class TileFormat>
 struct OperandLayout;
@@ -34,40 +34,42 @@ struct OperandLayout;
 // A quarter of a warp has two rows of 4 units.
 template <>
 struct OperandLayout<format::BitmapTile> {
-  static constexpr int kBlockColumns = 64, kUnitsApart = 4;
+  static constexpr unsigned kBlockColumns = 64, kUnitsApart = 4;
 
-  CUTE_HOST_DEVICE static constexpr int position_of_column(int column) {
-    int block = column / kBlockColumns * kBlockColumns, unit = column % kBlockColumns / kUnitColumns;
-    int lane = unit % 4, pair = column / 2 % 4, atom = 2 * (unit / 4) + pair % 2;
+  CUTE_HOST_DEVICE static constexpr unsigned position_of_column(unsigned column) {
+    unsigned block = column / kBlockColumns * kBlockColumns, unit = column % kBlockColumns / kUnitColumns;
+    unsigned lane = unit % 4, pair = column / 2 % 4, atom = 2 * (unit / 4) + pair % 2;
     return format::BitmapTile::position_of_column(block + 16 * atom + 8 * (pair / 2) + 2 * lane + column % 2);
   }
-  CUTE_HOST_DEVICE static constexpr int row_of_token(int position) {
-    int atom = position / 16, lane = position / 2 % 4, pair = 2 * (position % 2) + atom % 2;
+  CUTE_HOST_DEVICE static constexpr unsigned row_of_token(unsigned position) {
+    unsigned atom = position / 16, lane = position / 2 % 4, pair = 2 * (position % 2) + atom % 2;
     return kUnitColumns * (4 * (atom / 2) + lane) + 2 * pair + position / 8 % 2;
   }
-  CUTE_HOST_DEVICE static constexpr int row_of_channel(int position) {
+  CUTE_HOST_DEVICE static constexpr unsigned row_of_channel(unsigned position) {
     return position / 8 * 8 + position % 8 / 2 + position % 2 * 4;
   }
-  CUTE_HOST_DEVICE static constexpr int channel_of_row(int row) { return row / 8 * 8 + row % 4 * 2 + row % 8 / 4; }
+  CUTE_HOST_DEVICE static constexpr unsigned channel_of_row(unsigned row) {
+    return row / 8 * 8 + row % 4 * 2 + row % 8 / 4;
+  }
 
-  CUTE_HOST_DEVICE static constexpr int lane_row(int lane) { return lane / 4; }
-  CUTE_HOST_DEVICE static constexpr int lane_column(int lane) { return lane % 4 * kUnitColumns; }
+  CUTE_HOST_DEVICE static constexpr unsigned lane_row(unsigned lane) { return lane / 4; }
+  CUTE_HOST_DEVICE static constexpr unsigned lane_column(unsigned lane) { return lane % 4 * kUnitColumns; }
 };
 
 // The order of the format, which is that of memory. A quarter of a warp has 8 rows of one unit.
 template <>
 struct OperandLayout<format::TwoOfFourTile> {
-  static constexpr int kUnitsApart = 1;
+  static constexpr unsigned kUnitsApart = 1;
 
-  CUTE_HOST_DEVICE static constexpr int position_of_column(int column) {
+  CUTE_HOST_DEVICE static constexpr unsigned position_of_column(unsigned column) {
     return format::TwoOfFourTile::position_of_column(column);
   }
-  CUTE_HOST_DEVICE static constexpr int row_of_token(int position) { return position; }
-  CUTE_HOST_DEVICE static constexpr int row_of_channel(int position) { return position; }
-  CUTE_HOST_DEVICE static constexpr int channel_of_row(int row) { return row; }
+  CUTE_HOST_DEVICE static constexpr unsigned row_of_token(unsigned position) { return position; }
+  CUTE_HOST_DEVICE static constexpr unsigned row_of_channel(unsigned position) { return position; }
+  CUTE_HOST_DEVICE static constexpr unsigned channel_of_row(unsigned row) { return row; }
 
-  CUTE_HOST_DEVICE static constexpr int lane_row(int lane) { return lane % 8; }
-  CUTE_HOST_DEVICE static constexpr int lane_column(int lane) { return lane / 8 * 2 * kUnitColumns; }
+  CUTE_HOST_DEVICE static constexpr unsigned lane_row(unsigned lane) { return lane % 8; }
+  CUTE_HOST_DEVICE static constexpr unsigned lane_column(unsigned lane) { return lane / 8 * 2 * kUnitColumns; }
 };
 
 // A unit is a row's two groups of an A fragment of the sparse instruction:
@@ -78,32 +80,32 @@ struct OperandLayout<format::TwoOfFourTile> {
 // A quarter of a warp has two rows of 4 units.
 template <>
 struct OperandLayout<format::TwoOfFourBitmapTile> {
-  static constexpr int kBlockColumns = 64, kUnitsApart = 4;
+  static constexpr unsigned kBlockColumns = 64, kUnitsApart = 4;
 
-  CUTE_HOST_DEVICE static constexpr int position_of_column(int column) {
-    int block = column / kBlockColumns * kBlockColumns, unit = column % kBlockColumns / kUnitColumns;
+  CUTE_HOST_DEVICE static constexpr unsigned position_of_column(unsigned column) {
+    unsigned block = column / kBlockColumns * kBlockColumns, unit = column % kBlockColumns / kUnitColumns;
     int pair = column / 2 % 4, element = pair / 2 + 2 * (column % 2);
     return block + 32 * (unit / 4) + 16 * (pair % 2) + 4 * (unit % 4) + element;
   }
-  CUTE_HOST_DEVICE static constexpr int row_of_token(int position) {
-    int unit = position / 32 * 4 + position / 4 % 4, pair = position / 16 % 2 + position % 2 * 2;
+  CUTE_HOST_DEVICE static constexpr unsigned row_of_token(unsigned position) {
+    unsigned unit = position / 32 * 4 + position / 4 % 4, pair = position / 16 % 2 + position % 2 * 2;
     return kUnitColumns * unit + 2 * pair + position / 2 % 2;
   }
-  CUTE_HOST_DEVICE static constexpr int row_of_channel(int position) {
+  CUTE_HOST_DEVICE static constexpr unsigned row_of_channel(unsigned position) {
     return OperandLayout<format::BitmapTile>::row_of_channel(position);
   }
-  CUTE_HOST_DEVICE static constexpr int channel_of_row(int row) {
+  CUTE_HOST_DEVICE static constexpr unsigned channel_of_row(unsigned row) {
     return OperandLayout<format::BitmapTile>::channel_of_row(row);
   }
 
-  CUTE_HOST_DEVICE static constexpr int lane_row(int lane) { return lane / 4; }
-  CUTE_HOST_DEVICE static constexpr int lane_column(int lane) { return lane % 4 * kUnitColumns; }
+  CUTE_HOST_DEVICE static constexpr unsigned lane_row(unsigned lane) { return lane / 4; }
+  CUTE_HOST_DEVICE static constexpr unsigned lane_column(unsigned lane) { return lane % 4 * kUnitColumns; }
 };
 
 template <class TileFormat>
 constexpr bool is_consistent() {
   using Order = OperandLayout<TileFormat>;
-  for (int i = 0; i < format::kTileTokens; ++i)
+  for (unsigned i = 0; i < format::kTileTokens; ++i)
     if (Order::position_of_column(Order::row_of_token(i)) != i || Order::channel_of_row(Order::row_of_channel(i)) != i)
       return false;
   return true;

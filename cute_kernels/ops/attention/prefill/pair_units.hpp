@@ -41,11 +41,7 @@ class LaneUnits<format::TwoOfFourTile, Codec, Element, kRole, kHeadDim> {
         for (int i = 0; i < 2; ++i) {
           int group = 2 * unit + i;
           uint32_t selectors = __shfl_sync(~0u, selectors_, metadata >> 4 * (kBlockGroups * row + group), 16);
-          uint32_t pair = scales_.of_row(row, values[row][group]);
-          CUTE_UNROLL
-          for (int half = 0; half < 2; ++half)
-            elements[2 * i + half] =
-                scales_.of_columns(unit, 2 * i + half, ptx::permute_bytes(pair, 0, selectors >> 16 * half));
+          spread_pair(scales_, row, unit, values[row][group], selectors, 2 * i, 1, elements);
         }
         store(0, row, unit, elements);
       }

@@ -56,11 +56,7 @@ class LaneUnits<format::TwoOfFourBitmapTile, Codec, Element, kRole, kHeadDim> {
         CUTE_UNROLL
         for (int j = 0; j < 2; ++j) {
           uint32_t selectors = __shfl_sync(~0u, selectors_, metadata[j] >> 16 * row, 16);
-          uint32_t pair = scales_.of_row(row, pairs(2 * j + row));
-          CUTE_UNROLL
-          for (int half = 0; half < 2; ++half)
-            elements[2 * half + j] =
-                scales_.of_columns(unit, 2 * half + j, ptx::permute_bytes(pair, 0, selectors >> 16 * half));
+          spread_pair(scales_, row, unit, pairs(2 * j + row), selectors, j, 2, elements);
         }
         store(0, row, unit, elements);
       }

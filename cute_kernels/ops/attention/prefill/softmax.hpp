@@ -20,9 +20,10 @@ class Softmax {
 
   CUTE_DEVICE void multiply_scale(int j, float factor) { scale_log2_[j] *= factor; }
 
-  // The unnormalised probabilities in place of logits. Returns whether O is to be multiplied by factor().
-  template <class FragmentS>
-  CUTE_DEVICE bool step(FragmentS& tCrS /* ((2,2,N/8),1,1) */) {
+  // The unnormalised probabilities in place of logits. Returns whether O is to be multiplied by factor(). meanwhile():
+  // when the maxima are known and exponentials begin.
+  template <class FragmentS, class F>
+  CUTE_DEVICE bool step(FragmentS& tCrS /* ((2,2,N/8),1,1) */, F&& meanwhile) {
     float largest[2];
     bool rises = false;
     CUTE_UNROLL
@@ -38,6 +39,7 @@ class Softmax {
     }
     CUTE_UNROLL
     for (int n = 0; n < size<0, 2>(tCrS); ++n) {
+      if (n == 1) meanwhile();
       CUTE_UNROLL
       for (int j = 0; j < 2; ++j) {
         float& s0 = tCrS(make_coord(0, j, n), 0, 0);

@@ -12,6 +12,7 @@
 
 #include <cutlass/arch/barrier.h>
 
+#include "cute_kernels/common/prefetch_params.hpp"
 #include "cute_kernels/ops/attention/prefill/traits.hpp"
 #include "cute_kernels/ops/attention/prefill/work_tile.hpp"
 #include "cute_kernels/pipeline/named_barriers.hpp"
@@ -66,6 +67,8 @@ struct Storage {
   // Of consumers, if any codec has scales: those of the channels of keys and of values, and of the rows of S.
   alignas(16) float channel_scales[Traits::kDecodesNarrow ? Traits::kConsumers : 0][2][Traits::kHeadDim];
   float row_scale[Traits::kDecodesNarrow ? Traits::kConsumers : 0][kConsumerRows];
+  alignas(8) uint8_t column_of_channel[Traits::kConsumers][Traits::kHeadDim];  // of O, in the order of values
+  PrefetchedParams prefetched_params;
   WorkTile work_tile;  // here, and not in registers, of which decoders have few
   cutlass::arch::ClusterTransactionBarrier block_full[Traits::kDecoders][kMaxBlockStages];
   cutlass::arch::ClusterTransactionBarrier operand_full[Traits::kBarriers];  // an arrival for each operand

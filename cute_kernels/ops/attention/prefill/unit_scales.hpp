@@ -3,10 +3,9 @@
 // multiplies is relative to its channel's mean magnitude, whatever the dtype of the cache.
 #pragma once
 
-#include <cutlass/numeric_conversion.h>
-
 #include <type_traits>
 
+#include "cute_kernels/common/half_pair.hpp"
 #include "cute_kernels/common/ptx.hpp"
 #include "cute_kernels/mma/scales.hpp"
 #include "cute_kernels/ops/attention/prefill/operand_layout.hpp"
@@ -71,11 +70,21 @@ class UnitScales<TileFormat, Codec, Element, kRole, kHeadDim, true> {
   // No number times a scale is beyond fp16: what is farther above its channel's mean is taken as so much.
   CUTE_DEVICE static uint32_t to_elements(float x0, float x1) {
     constexpr float kLargestScale = 64000 / Codec::kLargest;
-    cutlass::Array<float, 2> pair;
-    pair[0] = fminf(x0, kLargestScale), pair[1] = fminf(x1, kLargestScale);
-    auto converted = cutlass::NumericArrayConverter<Element, float, 2>{}(pair);
-    return *reinterpret_cast<uint32_t const*>(&converted);
+    return to_pair<Element>(fminf(x0, kLargestScale), fminf(x1, kLargestScale));
   }
 };
+
+// Two values of a row's group of four, over its elements by the group's selectors (mma::group_selectors), times their
+// scales: into pairs `first` and first + step of a unit.
+template <class Scales>
+CUTE_DEVICE void spread_pair(Scales const& scales, int row, int unit, uint32_t values, uint32_t selectors, int first,
+                             int step, uint32_t (&elements)[4]) {
+  uint32_t scaled = scales.of_row(row, values);
+  CUTE_UNROLL
+  for (int half = 0; half < 2; ++half) {
+    int pair = first + half * step;
+    elements[pair] = scales.of_columns(unit, pair, ptx::permute_bytes(scaled, 0, selectors >> 16 * half));
+  }
+}
 
 }  // namespace cute_kernels::attention::prefill

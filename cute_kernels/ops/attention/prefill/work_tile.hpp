@@ -95,6 +95,11 @@ class WorkTile {
   // The first compressed tile of which a query row does not see all.
   CUTE_DEVICE int first_cut_tile() const { return window_tiles_ + full_tiles_; }
 
+  // Of the KV head, for a row of the work tile; for those beyond the last that one.
+  CUTE_DEVICE int query_row(QueryRows const& queries, int row_of_work_tile) const {
+    return min(first_row + row_of_work_tile, queries.rows - 1);
+  }
+
   // Of a row of the work tile, in out and lse.
   CUTE_DEVICE int64_t output_row(Params const& params, QueryRows const& queries, int row_of_work_tile) const {
     int query_row = first_row + row_of_work_tile;

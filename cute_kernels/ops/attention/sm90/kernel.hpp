@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cute_kernels/common/device.hpp"
+#include "cute_kernels/common/prefetch_params.hpp"
 #include "cute_kernels/ops/attention/mainloop.hpp"
 #include "cute_kernels/ops/attention/sm90/load.hpp"
 #include "cute_kernels/pipeline/warp_roles_sm90a.hpp"
@@ -32,6 +33,7 @@ struct Storage {
 
   SharedP<Traits> p[kMaxWorkers];
   pipeline::RingBarriers barriers;
+  PrefetchedParams prefetched_params;
 };
 template <class Traits>
 inline constexpr int kFixedBytes = (sizeof(Storage<Traits>) + 127) / 128 * 128;
@@ -103,9 +105,10 @@ template <class Traits>
 __global__ void __launch_bounds__(kMaxThreads<kMaxWarpgroups<Traits>>, 1)
     attention_kernel(CUTE_GRID_CONSTANT RingParams const params) {
   uint8_t* shared = dynamic_shared<Traits>();
+  auto& storage = *reinterpret_cast<Storage<Traits>*>(shared);
+  prefetch_params(params, storage.prefetched_params);
   ptx::wait_for_primary();
   using Combine = CombineOf<Traits>;
-  auto& storage = *reinterpret_cast<Storage<Traits>*>(shared);
   typename Traits::Schedule schedule(params.schedule, shared + kFixedBytes<Traits>);
   StageRing ring{params.ring, storage.barriers, shared + kFixedBytes<Traits> + params.schedule_bytes,
                  Traits::kWorkerWarps};
