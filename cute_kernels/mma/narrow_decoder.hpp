@@ -22,8 +22,7 @@ using namespace cute;
 template <class Codec>
 struct NarrowDecoder {
   using TileFormat = format::BitmapTile;
-  static constexpr int kRowsBehind = (Codec::kValueBits == 8 ? 3 : 2) * Codec::kWordRows;
-  static_assert(kRowsBehind <= Codec::kRowsBehind);
+  static constexpr int kRowsBehind = Codec::kRowsBehind;
 
   struct Cursor {
     uint32_t words;                        // shared-memory address of the lane's first value word

@@ -51,6 +51,7 @@ template <class Codec>
 struct OneStream : Codec {
   static_assert(Codec::kIsNarrow);
   static constexpr int kStreams = 1, kWordRows = 1;
+  static constexpr int kRowsBehind = Codec::kRowsBehind / Codec::kWordRows;
 
   CUTE_HOST_DEVICE static constexpr int value_rows(int longest) {
     return (longest + Codec::kWordValues - 1) / Codec::kWordValues;
