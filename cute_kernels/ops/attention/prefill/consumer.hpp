@@ -85,9 +85,12 @@ class Consumer {
     Tensor tCrS = make_logits();
     storage_.wait_full(keys);  // and the values, of the same step
     multiply_keys(keys, tCrQ, tCrS);
-    if (!kMasks || tile > 0) multiply_values(values, tCrP, tCrO);
-    warpgroup_commit_batch();
-    warpgroup_wait<1>();
+    if (kMasks && tile == 0) {
+      warpgroup_wait<0>();
+    } else {
+      multiply_values(values, tCrP, tCrO);
+      warpgroup_wait<1>();
+    }
     bool rescales = finish_logits<kMasks>(tile, keys, tCrS, [&] {
       warpgroup_wait<0>();
       warpgroup_fence_operand(tCrO);
@@ -122,7 +125,6 @@ class Consumer {
   CUTE_DEVICE void multiply_values_and_wait(unsigned operand, FragmentP& tCrP, FragmentO& tCrO) {
     storage_.wait_full(operand);
     multiply_values(operand, tCrP, tCrO);
-    warpgroup_commit_batch();
     warpgroup_wait<0>();
     warpgroup_fence_operand(tCrO);
     storage_.release(operand);
@@ -165,7 +167,7 @@ class Consumer {
     warpgroup_commit_batch();
   }
 
-  // O += P V. Neither commits nor waits.
+  // O += P V. Does not wait.
   template <class FragmentP, class FragmentO>
   CUTE_DEVICE void multiply_values(unsigned operand, FragmentP& tCrP, FragmentO& tCrO) {
     typename Traits::TiledMmaPV mma;
@@ -177,6 +179,7 @@ class Consumer {
     warpgroup_arrive();
     CUTE_UNROLL
     for (int k = 0; k < size<2>(tCrV); ++k) cute::gemm(mma, tCrP(_, _, k), tCrV(_, _, k), tCrO);
+    warpgroup_commit_batch();
   }
 
   // Logits of tokens that a row does not see: -infinity.
