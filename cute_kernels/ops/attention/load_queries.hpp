@@ -3,7 +3,7 @@
 
 #include <cute/arch/copy_sm75.hpp>
 
-#include "cute_kernels/common/half_pair.hpp"
+#include "cute_kernels/common/pack_halves.hpp"
 #include "cute_kernels/mma/scales.hpp"
 #include "cute_kernels/ops/attention/params.hpp"
 #include "cute_kernels/ops/attention/worker.hpp"

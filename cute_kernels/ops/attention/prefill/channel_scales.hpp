@@ -15,10 +15,7 @@ class ChannelScales {
   CUTE_DEVICE ChannelScales(Params const& params, WorkTile const& work_tile, Storage<Traits>& storage, int consumer)
       : params_(params), work_tile_(work_tile), storage_(storage), consumer_(consumer) {}
 
-  CUTE_DEVICE bool exist() const {
-    if constexpr (Traits::kDecodesNarrow) return params_.keys.channel_scale != nullptr;
-    return false;
-  }
+  CUTE_DEVICE static bool exist(Params const& params) { return Traits::kDecodesNarrow && params.keys.channel_scale; }
 
   // With all threads of the consumer, if they exist. meanwhile(): while they are loaded, or alone.
   template <class F>
@@ -30,7 +27,7 @@ class ChannelScales {
       int channels[2][kThreadChannels];
       uint16_t scales[2][kThreadChannels];
       auto for_each = [&](auto&& f) {
-        if (!exist()) return;
+        if (!exist(params_)) return;
         CUTE_UNROLL
         for (int role = 0; role < 2; ++role) {
           CUTE_UNROLL
@@ -68,11 +65,5 @@ class ChannelScales {
   Storage<Traits>& storage_;
   int consumer_;
 };
-
-template <class To>
-CUTE_DEVICE uint4 convert_vector(cutlass::Array<float, kVector> const& x) {
-  auto converted = cutlass::NumericArrayConverter<To, float, kVector>{}(x);
-  return *reinterpret_cast<uint4 const*>(&converted);
-}
 
 }  // namespace cute_kernels::attention::prefill

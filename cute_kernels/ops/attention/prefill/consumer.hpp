@@ -27,7 +27,7 @@ class Consumer {
     QueryLoader<Traits>(params_, work_tile_, storage_, consumer_).run();
     output.store_columns();
     if constexpr (Traits::kDecodesNarrow) {
-      if (params_.keys.channel_scale) {
+      if (ChannelScales<Traits>::exist(params_)) {
         CUTE_UNROLL
         for (int j = 0; j < 2; ++j) softmax_.multiply_scale(j, storage_.row_scale[consumer_][row_of_warp(j)]);
       }

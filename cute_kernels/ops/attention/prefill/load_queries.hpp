@@ -7,7 +7,7 @@
 
 #include <cutlass/arch/memory.h>
 
-#include "cute_kernels/common/half_pair.hpp"
+#include "cute_kernels/common/pack_halves.hpp"
 #include "cute_kernels/ops/attention/prefill/channel_scales.hpp"
 
 namespace cute_kernels::attention::prefill {
@@ -40,7 +40,7 @@ class QueryLoader {
     scales.load([&] { copy(); });
     __syncwarp();
     if constexpr (Traits::kDecodesNarrow) {
-      if (scales.exist()) scale_rows(scales);
+      if (scales.exist(params_)) scale_rows(scales);
     }
     order_channels();
     ptx::compiler_fence();  // the library's fence does not say that it orders memory
@@ -132,7 +132,7 @@ class QueryLoader {
       int shift = mma::shift_of(largest);
       CUTE_UNROLL
       for (int i = 0; i < kVector; ++i) products[i] *= mma::power_of_two_float(shift);
-      uint4 vector = convert_vector<Element>(products);
+      uint4 vector = to_vector<Element>(products);
       cutlass::arch::shared_store<16>(address(row(load), channel()), &vector);
       if (lane_ % kRowVectors == 0) storage_.row_scale[consumer_][row(load)] = mma::power_of_two_float(-shift);
     }

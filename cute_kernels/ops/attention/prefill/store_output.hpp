@@ -1,6 +1,7 @@
 // A consumer's O, from accumulators to out and lse, or to this split's partial of them.
 #pragma once
 
+#include "cute_kernels/common/pack_halves.hpp"
 #include "cute_kernels/ops/attention/prefill/channel_scales.hpp"
 #include "cute_kernels/ops/attention/prefill/softmax.hpp"
 
@@ -97,7 +98,7 @@ class OutputStore {
     cutlass::Array<float, kVector> vector;
     CUTE_UNROLL
     for (int i = 0; i < kVector; ++i) vector[i] = row[columns[i]];
-    if (scales_.exist()) {
+    if (scales_.exist(params_)) {
       alignas(16) float scales[kVector];
       scales_.get(format::Role::kValue, channel, scales);
       CUTE_UNROLL
@@ -112,9 +113,9 @@ class OutputStore {
     }
     auto* out = reinterpret_cast<uint4*>(static_cast<uint16_t*>(params_.out) + to);
     if (Traits::kDecodesNarrow && params_.values.dtype == DType::kBFloat16)
-      *out = convert_vector<bfloat16_t>(vector);
+      *out = to_vector<bfloat16_t>(vector);
     else
-      *out = convert_vector<typename Traits::Element>(vector);
+      *out = to_vector<typename Traits::Element>(vector);
   }
 };
 

@@ -5,7 +5,7 @@
 
 #include <type_traits>
 
-#include "cute_kernels/common/half_pair.hpp"
+#include "cute_kernels/common/pack_halves.hpp"
 #include "cute_kernels/common/ptx.hpp"
 #include "cute_kernels/mma/scales.hpp"
 #include "cute_kernels/ops/attention/prefill/operand_layout.hpp"

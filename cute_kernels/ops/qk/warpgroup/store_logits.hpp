@@ -3,12 +3,11 @@
 #pragma once
 
 #include <cutlass/arch/memory.h>
-#include <cutlass/numeric_conversion.h>
 
 #include <cute/arch/copy_sm75.hpp>
 #include <cute/arch/copy_sm90.hpp>
 
-#include "cute_kernels/common/numeric.hpp"
+#include "cute_kernels/common/pack_halves.hpp"
 #include "cute_kernels/mma/warpgroup/traits.hpp"
 #include "cute_kernels/ops/qk/params.hpp"
 #include "cute_kernels/ops/qk/warpgroup/logits_layout.hpp"
@@ -66,12 +65,7 @@ class LogitsWriter {
     } else {
       auto stage_as = [&](auto type) {
         using T = decltype(type);
-        auto pair = [&](int i) {
-          cutlass::Array<float, 2> scaled;
-          scaled[0] = tCrC(i) * scale, scaled[1] = tCrC(i + 1) * scale;
-          cutlass::Array<T, 2> converted = cutlass::NumericArrayConverter<T, float, 2>{}(scaled);
-          return reinterpret_cast<uint32_t const&>(converted);
-        };
+        auto pair = [&](int i) { return to_pair<T>(tCrC(i) * scale, tCrC(i + 1) * scale); };
         uint128_t* to = storage_.logits[buffer];
         CUTE_UNROLL
         for (int unit = 0; unit < kUnits; unit += 2)

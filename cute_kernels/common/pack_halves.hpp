@@ -1,4 +1,4 @@
-// Two floats as a word of 16-bit elements, in device code.
+// Floats as words and vectors of 16-bit elements, in device code.
 #pragma once
 
 #include <cutlass/numeric_conversion.h>
@@ -20,6 +20,13 @@ CUTE_DEVICE uint32_t to_pair(float x, float y, [[maybe_unused]] DType dtype = {}
     auto converted = cutlass::NumericArrayConverter<Element, float, 2>{}(pair);
     return *reinterpret_cast<uint32_t const*>(&converted);
   }
+}
+
+// 16 bytes of elements.
+template <class Element>
+CUTE_DEVICE uint4 to_vector(cutlass::Array<float, 8> const& x) {
+  auto converted = cutlass::NumericArrayConverter<Element, float, 8>{}(x);
+  return *reinterpret_cast<uint4 const*>(&converted);
 }
 
 }  // namespace cute_kernels
