@@ -66,7 +66,6 @@ X86_FLAGS = {
     "_avx512bf16": [*AVX512_FLAGS, "-mavx512vbmi2", "-mavx512bf16"],
 }
 HEAD_DIM_MACRO = "CUTE_KERNELS_HEAD_DIM"  # files that use it are compiled once for each head_dim
-CODECS_MACRO = "CUTE_KERNELS_CODECS"  # and those that use this, once for each kind of codecs
 
 
 def isa_suffix(source: Path) -> str:
@@ -112,27 +111,13 @@ def head_dims(root: Path) -> list[int]:
     return [int(d) for d in re.findall(r"^CUTE_KERNELS_FOR_HEAD_DIM\((\d+)\)", text, re.MULTILINE)]
 
 
-def codecs(root: Path, source: Path) -> list[str]:
-    """Codecs that share an object file of a source, see cute_kernels/mma/codecs.def."""
-    text = (root / LIBRARY / "mma" / "codecs.def").read_text(encoding="utf-8")
-    of_attention = "(?:_ATTENTION)?" if source.parent.name == "attention" else ""
-    return re.findall(rf"^CUTE_KERNELS_FOR{of_attention}_CODECS\((\w+)\)", text, re.MULTILINE)
-
-
 def compilations(root: Path, source: Path) -> list[tuple[str, list[str]]]:
-    """(object's name, flags) for every time that a file is compiled: once, or once for each value of the macros that it
-    names."""
-    text = (root / source).read_text(encoding="utf-8")
-    found: list[tuple[str, list[str]]] = [(str(source), [])]
-    if HEAD_DIM_MACRO in text:
-        found = [
-            (f"{name}.d{d}", [*flags, f"-D{HEAD_DIM_MACRO}={d}"]) for name, flags in found for d in head_dims(root)
-        ]
-    if CODECS_MACRO in text:
-        found = [
-            (f"{name}.{c}", [*flags, f"-D{CODECS_MACRO}={c}"]) for name, flags in found for c in codecs(root, source)
-        ]
-    return [(f"{name}.o", flags) for name, flags in found]
+    """(object's name, flags) for every time that a file is compiled: once, or for each head_dim if it names the macro.
+
+    All codecs of a head_dim share an object: most of a compilation is reading headers and CuTe's layout algebra."""
+    if HEAD_DIM_MACRO not in (root / source).read_text(encoding="utf-8"):
+        return [(f"{source}.o", [])]
+    return [(f"{source}.d{d}.o", [f"-D{HEAD_DIM_MACRO}={d}"]) for d in head_dims(root)]
 
 
 def defines(toolkit: Toolkit | None, archs: list[Arch]) -> list[str]:
@@ -254,7 +239,7 @@ def build_statements(
             "  deps = gcc",
             "  description = NVCC $in",
         ]
-    objects = []
+    objects, long, short = [], [], []
     for source in sources:
         if source.suffix == ".cu":
             rule, flags = "nvcc", [*NVCC_FLAGS, *line_flags(os.environ), *compression_flags(toolkit)]
@@ -264,11 +249,13 @@ def build_statements(
             flags += [*(SANITIZE_FLAGS if sanitize else []), *sanitize, *user_flags]
         for name, macros in compilations(ROOT, source):
             objects.append(folder / name)
-            lines += [
-                f"build {ninja_path(objects[-1])}: {rule} {ninja_path(source)}",
-                "  flags = " + ninja_value([*flags, *macros]),
-            ]
-    return lines, objects
+            (long if macros else short).extend(
+                [
+                    f"build {ninja_path(objects[-1])}: {rule} {ninja_path(source)}",
+                    "  flags = " + ninja_value([*flags, *macros]),
+                ]
+            )
+    return [*lines, *long, *short], objects  # ninja starts them in this order: nothing waits for a long one alone
 
 
 def link_statements(module: Path, objects: list[Path], toolkit: Toolkit | None) -> list[str]:

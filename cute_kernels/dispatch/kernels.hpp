@@ -1,4 +1,4 @@
-// The table of kernels: backend x operation x head_dim x codecs that share an object file (mma/stored_operand.hpp).
+// The table of kernels: backend x operation x head_dim x codecs that share a launcher (mma/stored_operand.hpp).
 #pragma once
 
 #include <stdexcept>

@@ -28,8 +28,8 @@ struct ScaledOperand {
   using Dense = uint16_t;
 };
 
-// Codecs whose kernels are in one object file: of the bitmap format those of 16 bits and narrow ones; all codecs of exactly
-// two of four; narrow ones of at most two, for with 16 bits the bitmap format is as fast and smaller.
+// Codecs that share a launcher: of the bitmap format those of 16 bits and narrow ones; all codecs of exactly two of four;
+// narrow ones of at most two, for with 16 bits the bitmap format is as fast and smaller.
 struct HalfCodecs {};
 struct NarrowCodecs {};
 struct TwoOfFourCodecs {};

@@ -6,7 +6,7 @@
 
 namespace cute_kernels {
 
-// Each is instantiated in an object file of its own. std::runtime_error for a codec that is not instantiated.
+// Each is instantiated in <op>_<backend>.cu. std::runtime_error for a codec that is not instantiated.
 template <class Params>
 struct Launcher {
   int max_rows;  // query rows a pass takes at most: 8 or a power of two times that

@@ -1,5 +1,8 @@
 #include "cute_kernels/ops/attention/sm90/launch_impl.hpp"
 
 namespace cute_kernels::attention::sm90 {
-template Launcher<Params> launcher<CUTE_KERNELS_HEAD_DIM, mma::CUTE_KERNELS_CODECS>();
-}
+template Launcher<Params> launcher<CUTE_KERNELS_HEAD_DIM, mma::HalfCodecs>();
+template Launcher<Params> launcher<CUTE_KERNELS_HEAD_DIM, mma::NarrowCodecs>();
+template Launcher<Params> launcher<CUTE_KERNELS_HEAD_DIM, mma::TwoOfFourCodecs>();
+template Launcher<Params> launcher<CUTE_KERNELS_HEAD_DIM, mma::TwoOfFourBitmapCodecs>();
+}  // namespace cute_kernels::attention::sm90

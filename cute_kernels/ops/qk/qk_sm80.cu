@@ -1,5 +1,7 @@
 #include "cute_kernels/ops/qk/sm80.hpp"
 
 namespace cute_kernels::qk::sm80 {
-template Launcher<Params> launcher<CUTE_KERNELS_HEAD_DIM, mma::CUTE_KERNELS_CODECS>();
-}
+template Launcher<Params> launcher<CUTE_KERNELS_HEAD_DIM, mma::HalfCodecs>();
+template Launcher<Params> launcher<CUTE_KERNELS_HEAD_DIM, mma::NarrowCodecs>();
+template Launcher<Params> launcher<CUTE_KERNELS_HEAD_DIM, mma::TwoOfFourCodecs>();
+}  // namespace cute_kernels::qk::sm80

@@ -26,7 +26,7 @@ struct Limits {
   int fixed_shared_bytes;  // without these stages
 };
 
-// Codecs: those whose kernels are in one object file (mma/stored_operand.hpp).
+// Codecs: those that share a launcher (mma/stored_operand.hpp).
 template <int kHeadDim, class Codecs>
 struct Launcher {
   // In ascending order of rows.

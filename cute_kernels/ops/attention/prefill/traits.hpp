@@ -19,9 +19,9 @@ using namespace cute;
 
 inline constexpr int kWarpgroupThreads = 128, kWarpgroupWarps = 4;
 
-// Codecs: those whose kernels are in one object file (mma/stored_operand.hpp); a kernel serves all that store its
-// elements, and learns which one it has when it runs. kConsumers: warpgroups of a CTA that multiply. kClusterCtas: CTAs
-// that have the same KV tiles, for different query rows, each of which decodes a part of them for all.
+// Codecs: those that share a launcher (mma/stored_operand.hpp); a kernel serves all that store its elements, and learns
+// which one it has when it runs. kConsumers: warpgroups of a CTA that multiply. kClusterCtas: CTAs that have the same KV
+// tiles, for different query rows, each of which decodes a part of them for all.
 template <class Codecs, class Element_, int kHeadDim_, int kConsumers_, int kClusterCtas_>
 struct Traits {
   using Element = Element_;  // multiplies; of q, of a window and of results, which differ where a codec is narrow
