@@ -326,6 +326,15 @@ def test_what_does_not_know_python_is_compiled_for_all_of_them(setup_py, monkeyp
     assert len(library) > 50 and not [path for path in library if re.search(r"pybind11/|Python\.h", path.read_text())]
 
 
+def test_kernels_of_operations_are_compiled_once_for_each_head_dim(setup_py):
+    compiled = setup_py.compilations(ROOT, Path("cute_kernels/ops/qk/qk_sm90.cu"))
+    assert compiled == [
+        (f"cute_kernels/ops/qk/qk_sm90.cu.d{d}.o", [f"-DCUTE_KERNELS_HEAD_DIM={d}"]) for d in (64, 128, 256)
+    ]
+    others = Path("cute_kernels/compress/pack.cu")
+    assert setup_py.compilations(ROOT, others) == [(f"{others}.o", [])]
+
+
 @pytest.mark.parametrize("names", ["address", "address,undefined"])
 def test_sanitizers_compile_and_link_the_cpu_backend_apart(setup_py, monkeypatch, names):
     for variable, value in (("CUTE_KERNELS_CUDA", "0"), ("CUTE_KERNELS_SANITIZE", names)):
@@ -417,7 +426,10 @@ def test_continuous_integration_lints_and_tests():
 @pytest.mark.parametrize("toolkit", [True, False])
 def test_continuous_integration_compiles_cuda_code_everywhere(tmp_path, toolkit):
     """Stand-ins: make prints what it is asked, python3 says whether there is a toolkit."""
-    for name, text in {"make": 'echo "$@ NVCC=${NVCC:-}"', "python3": f"exit {int(not toolkit)}"}.items():
+    for name, text in {
+        "make": 'echo "$@ NVCC=${NVCC:-} $TORCH_CUDA_ARCH_LIST"',
+        "python3": f"exit {int(not toolkit)}",
+    }.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
     (tmp_path / "dirname").symlink_to(shutil.which("dirname"))
@@ -426,7 +438,7 @@ def test_continuous_integration_compiles_cuda_code_everywhere(tmp_path, toolkit)
         [bash, ROOT / ".ci" / "run"], env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=True
     )
     given = "" if toolkit else "1"
-    assert result.stdout.splitlines() == [f"{target} NVCC={given}" for target in ("lint", "test", "test-wheel")]
+    assert result.stdout.splitlines() == [f"{target} NVCC={given} 9.0" for target in ("lint", "test", "test-wheel")]
 
 
 def test_make_installs_into_a_new_environment(tmp_path):

@@ -80,6 +80,10 @@ def test_every_torch_has_an_environment_of_its_own(tmp_path, monkeypatch, capsys
     assert tested[-len(test_wheel.TESTS) :] == list(test_wheel.TESTS) and "pythonpath=." in tested
     assert test_wheel.main([str(wheel), "--torch", "2.7"]) == 1
     assert "x.whl with torch 2.7: " in capsys.readouterr().err
+    commands.clear()
+    monkeypatch.setattr(test_wheel, "newest_torch", lambda: "2.8")
+    assert test_wheel.main([str(wheel), "--torch", "2.8"]) == 0  # make test runs the others with it
+    assert commands[-1][-2:] == ["4", test_wheel.TESTS[0]]
 
 
 def test_a_wheel_that_is_not_there(capsys):
