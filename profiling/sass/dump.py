@@ -25,6 +25,7 @@ _RESOURCES = re.compile(r"\s*Function (\S+):\n\s*REG:(\d+) STACK:(\d+) SHARED:(\
 _FUNCTION = re.compile(r"\s*Function : (\S+)")
 _INSTRUCTION = re.compile(r"\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\S*)\s*(.*?)\s*;")
 _HGMMA = re.compile(r"(\w+), (R\d+|gdesc\[\w+\])")  # destination, A
+_COMPILER = re.compile(rb"Cuda compilation tools, release [\d.]+, V([\d.]+\d)")  # in a note of every cubin
 _WAIT_FOR_ALL = "gsb0, 0x0"
 _INSTRUCTION_BYTES = 16
 
@@ -106,9 +107,11 @@ def read_kernels(library: Path, cuobjdump: Path) -> list[Kernel]:
 def compiler_of(library: Path, cuobjdump: Path) -> str:
     """ptxas' version, "13.0.88"; "unknown" if the library does not say, several versions separated by commas."""
     found = set()
-    for line in _lines(cuobjdump, "-elf", library):
-        if "Tool Version:" in line and (match := re.search(r"V(\d[\d.]*)", line)):
-            found.add(match[1])
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in _lines(cuobjdump.absolute(), "-xelf", "all", library.absolute(), folder=folder):
+            pass
+        for cubin in Path(folder).iterdir():
+            found.update(match.decode() for match in _COMPILER.findall(cubin.read_bytes()))
     return ",".join(sorted(found)) or "unknown"
 
 
@@ -133,10 +136,10 @@ def parse_code(lines: Iterable[str]) -> Iterator[tuple[tuple[str, str], Code]]:
             yield (arch, match[1]), code
 
 
-def _lines(cuobjdump: Path, option: str, library: Path) -> Iterator[str]:
-    command = [str(cuobjdump), option, str(library)]
+def _lines(cuobjdump: Path, *arguments: str | Path, folder: str | None = None) -> Iterator[str]:
+    command = [str(cuobjdump), *map(str, arguments)]
     with tempfile.TemporaryFile("w+") as errors:
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, cwd=folder) as process:
             yield from process.stdout
         errors.seek(0)
         error = errors.read().strip()
