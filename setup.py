@@ -114,7 +114,7 @@ def head_dims(root: Path) -> list[int]:
 def compilations(root: Path, source: Path) -> list[tuple[str, list[str]]]:
     """(object's name, flags) for every time that a file is compiled: once, or for each head_dim if it names the macro.
 
-    All codecs of a head_dim share an object: most of a compilation is reading headers and CuTe's layout algebra."""
+    All codecs of a head_dim share an object, since they share headers and CuTe's layout algebra."""
     if HEAD_DIM_MACRO not in (root / source).read_text(encoding="utf-8"):
         return [(f"{source}.o", [])]
     return [(f"{source}.d{d}.o", [f"-D{HEAD_DIM_MACRO}={d}"]) for d in head_dims(root)]
@@ -255,7 +255,8 @@ def build_statements(
                     "  flags = " + ninja_value([*flags, *macros]),
                 ]
             )
-    return [*lines, *long, *short], objects  # ninja starts them in this order: nothing waits for a long one alone
+    # Ninja starts them in this order: begun last, a long one would keep all others waiting.
+    return [*lines, *long, *short], objects
 
 
 def link_statements(module: Path, objects: list[Path], toolkit: Toolkit | None) -> list[str]:

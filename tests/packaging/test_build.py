@@ -1,4 +1,4 @@
-"""The build: architecture list, header finders, sources and flags, make targets. Needs no compiler and no GPU."""
+"""The build: architecture list, header finders, sources and flags. Needs no compiler and no GPU."""
 
 from __future__ import annotations
 
@@ -335,6 +335,14 @@ def test_kernels_of_operations_are_compiled_once_for_each_head_dim(setup_py):
     assert setup_py.compilations(ROOT, others) == [(f"{others}.o", [])]
 
 
+def test_long_compilations_start_first(setup_py):
+    short, long = Path("cute_kernels/compress/pack.cu"), Path("cute_kernels/ops/qk/qk_sm90.cu")
+    lines, objects = setup_py.build_statements(Path("build"), [short, long], [], None, [cuda.Arch("9.0a", False)])
+    compiled = [match[1] for line in lines if (match := re.match(r"build \S+: nvcc (\S+)", line))]
+    assert compiled == [*[str(long)] * 3, str(short)]
+    assert objects[0] == Path("build", f"{short}.o") and len(objects) == 4  # in the order of linking
+
+
 @pytest.mark.parametrize("names", ["address", "address,undefined"])
 def test_sanitizers_compile_and_link_the_cpu_backend_apart(setup_py, monkeypatch, names):
     for variable, value in (("CUTE_KERNELS_CUDA", "0"), ("CUTE_KERNELS_SANITIZE", names)):
@@ -355,101 +363,3 @@ def test_sanitizers_compile_and_link_the_cpu_backend_apart(setup_py, monkeypatch
 def test_sanitizers_are_not_for_gpu_kernels(setup_py):
     with pytest.raises(BuildError, match="CUTE_KERNELS_CUDA=0"):
         setup_py.sanitizers({"CUTE_KERNELS_SANITIZE": "address"})
-
-
-# ---- Makefile --------------------------------------------------------------------------------------------------------
-
-
-def make(*arguments: str) -> str:
-    if shutil.which("make") is None:
-        pytest.skip("make is not installed")
-    environment = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "NVCC")}
-    command = ["make", *arguments]
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
-
-
-def test_make_help():
-    said = make()
-    assert said == make("help")
-    for target in (
-        "test",
-        "fuzz",
-        "fuzz-sanitize",
-        "sweep",
-        "build",
-        "wheel",
-        "wheels",
-        "test-wheel",
-        "lint",
-        "format",
-        "stubs",
-        "clean",
-    ):
-        assert re.search(rf"^make {target}\b", said, re.MULTILINE)
-
-
-@pytest.mark.parametrize(
-    "target, module",
-    [
-        ("test", "-m pytest -n auto --maxprocesses 4"),
-        ("sweep", "-m profiling.sweep --help"),
-        ("fuzz", "-m tests.fuzz --minutes 3 --seed 1"),
-        ("fuzz-sanitize", "-m tests.fuzz --device cpu --minutes 3 --seed 1"),
-    ],
-)
-def test_make_without_environment_installs_nothing(target, module):
-    arguments = "SWEEP_ARGS=--help", "MINUTES=3", "FUZZ_ARGS=--seed 1"
-    commands = make("--dry-run", target, "VENV=", "PYTHON=some-python", *arguments)
-    assert f"some-python {module}" in commands
-    assert "some-python setup.py" in commands
-    assert "pip" not in commands and "venv" not in commands
-
-
-def test_make_lint_checks_and_make_format_rewrites():
-    checked = make("--dry-run", "lint", "VENV=", "PYTHON=some-python")
-    for command in ("ruff check .", "ruff format --check .", "clang-format --dry-run --Werror", "some-python -m mypy"):
-        assert command in checked
-    assert "setup.py" not in checked and "pip" not in checked
-    rewritten = make("--dry-run", "format", "VENV=", "PYTHON=some-python")
-    for command in ("ruff check --fix .", "ruff format .", "clang-format -i"):
-        assert command in rewritten
-    assert "some-python setup.py" in make("--dry-run", "stubs", "VENV=", "PYTHON=some-python")
-
-
-def test_continuous_integration_lints_and_tests():
-    commands = (ROOT / ".ci" / "run").read_text().splitlines()
-    assert commands[-3:] == ["make lint", "make test", "make test-wheel"]
-
-
-@pytest.mark.parametrize("toolkit", [True, False])
-def test_continuous_integration_compiles_cuda_code_everywhere(tmp_path, toolkit):
-    """Stand-ins: make prints what it is asked, python3 says whether there is a toolkit."""
-    for name, text in {
-        "make": 'echo "$@ NVCC=${NVCC:-} $TORCH_CUDA_ARCH_LIST"',
-        "python3": f"exit {int(not toolkit)}",
-    }.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
-        (tmp_path / name).chmod(0o755)
-    (tmp_path / "dirname").symlink_to(shutil.which("dirname"))
-    bash = shutil.which("bash")
-    result = subprocess.run(
-        [bash, ROOT / ".ci" / "run"], env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=True
-    )
-    given = "" if toolkit else "1"
-    assert result.stdout.splitlines() == [f"{target} NVCC={given} 9.0" for target in ("lint", "test", "test-wheel")]
-
-
-def test_make_installs_into_a_new_environment(tmp_path):
-    commands = make("--dry-run", "sweep", f"VENV={tmp_path / 'env'}")
-    assert f"-m venv {tmp_path / 'env'}" in commands
-    assert "-r third_party/requirements.txt" in commands
-    assert not (tmp_path / "env").exists()
-
-
-def test_make_installs_nvcc_on_request(tmp_path):
-    environment = f"VENV={tmp_path / 'env'}"
-    assert "-r third_party/nvcc.txt" in make("--dry-run", "build", environment, "NVCC=1")
-    assert "nvcc.txt" not in make("--dry-run", "build", environment)
-    assert "pip" not in make("--dry-run", "build", "VENV=", "PYTHON=some-python", "NVCC=1")
