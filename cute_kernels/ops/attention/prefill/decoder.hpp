@@ -47,21 +47,20 @@ class TileDecoder {
     int tiles = work_tile_.end - work_tile_.begin, operands = Operand<Traits>::count(tiles);
     int own_operands = max(0, operands - first_operand_ + kOperandStep - 1) / kOperandStep;
     BlockLoader loader(*this, tiles);
-    if (warp_ == kLoadingWarp) {
-      for (int i = 0; i < min(params_.block_stages, own_operands); ++i) loader.load_next(i);
-    }
-    int block = 0, phase = 0;  // stages of blocks
+    int block = 0, phase = 1;  // stages of blocks
+    // As many steps as there are stages load a block and decode none.
     CUTE_NO_UNROLL
-    for (int i = 0; i < own_operands; ++i) {
-      unsigned number = first_operand_ + i * kOperandStep;
-      Operand<Traits> operand(number);
-      storage_.block_full[decoder_][block].wait(phase);
-      ptx::compiler_fence();
-      storage_.wait_empty(number);
-      bool exists = operand.exists(tiles), with_order = !operand.is_value && operand.tile >= first_cut_tile_;
-      if (exists) decode(operand, block_at(block), number % Traits::kStages, i % 2, with_order);
-      storage_.fill(number, exists, with_order);
-      // All warps have read the block.
+    for (int i = -params_.block_stages; i < own_operands; ++i) {
+      if (i >= 0) {
+        unsigned number = first_operand_ + i * kOperandStep;
+        Operand<Traits> operand(number);
+        storage_.block_full[decoder_][block].wait(phase);
+        ptx::compiler_fence();
+        storage_.wait_empty(number);
+        bool exists = operand.exists(tiles), with_order = !operand.is_value && operand.tile >= first_cut_tile_;
+        if (exists) decode(operand, block_at(block), number % Traits::kStages, i % 2, with_order);
+        storage_.fill(number, exists, with_order);  // all warps have read the block
+      }
       if (warp_ == kLoadingWarp && loader.loaded() < own_operands) loader.load_next(block);
       if (++block == params_.block_stages) block = 0, phase ^= 1;
     }
@@ -176,7 +175,7 @@ class TileDecoder {
     CUTE_UNROLL
     for (int i = 0; i < 2; ++i)
       rows[i] = key_address(stage, Order::row_of_token(position[i]), Order::lane_column(lane_));
-    decode_blocks<format::Role::kKey, kBlockBytes>(from, rows, [](int, uint32_t (&)[4]) {});
+    decode_blocks<format::Role::kKey, kBlockBytes>(from, rows);
   }
 
   // tile: of the sequence's compressed ones.
@@ -187,33 +186,37 @@ class TileDecoder {
     CUTE_UNROLL
     for (int i = 0; i < 2; ++i)
       rows[i] = value_address(stage, Order::row_of_channel(channel + 8 * i), Order::lane_column(lane_));
-    if (params_.zero_masked && (tile + 1) * format::kTileTokens > work_tile_.tokens) {
-      int tokens = work_tile_.tokens - tile * format::kTileTokens;
-      uint8_t const* order = from.token_order + Order::position_of_column(Order::lane_column(lane_));
-      auto counts = [&](int distance) { return order[Order::position_of_column(distance)] < tokens; };
-      decode_blocks<format::Role::kValue, kBlockBytes, false>(from, rows, [&](int unit, uint32_t (&elements)[4]) {
-        CUTE_UNROLL
-        for (int pair = 0; pair < 4; ++pair) {
-          int distance = Order::kUnitsApart * kUnitColumns * unit + 2 * pair;
-          elements[pair] &= (counts(distance) ? 0xffffu : 0u) | (counts(distance + 1) ? 0xffff0000u : 0u);
-        }
-      });
-    } else {
-      decode_blocks<format::Role::kValue, kBlockBytes>(from, rows, [](int, uint32_t (&)[4]) {});
+    decode_blocks<format::Role::kValue, kBlockBytes>(from, rows);
+    int tokens = work_tile_.tokens - tile * format::kTileTokens;
+    if (params_.zero_masked && tokens < format::kTileTokens) zero_values(from.token_order, tokens, stage);
+  }
+
+  // Elements of tokens from `tokens` on, in the rows of the warp's channels.
+  CUTE_DEVICE void zero_values(uint8_t const* token_order, int tokens, int stage) {
+    constexpr int kRows = Traits::kHeadDim / kWarpgroupWarps, kRowUnits = format::kTileTokens / kUnitColumns;
+    __syncwarp();
+    CUTE_NO_UNROLL
+    for (int i = lane_; i < kRows * kRowUnits; i += 32) {
+      unsigned channel = kRows * warp_ + i / kRowUnits, column = i % kRowUnits * kUnitColumns;
+      uint32_t unit = value_address(stage, Order::row_of_channel(channel), column), pairs[4];
+      cutlass::arch::shared_load<16>(pairs, unit);
+      auto counts = [&](int j) { return token_order[Order::position_of_column(column + j)] < tokens; };
+      CUTE_UNROLL
+      for (int pair = 0; pair < 4; ++pair)
+        pairs[pair] &= (counts(2 * pair) ? 0xffffu : 0u) | (counts(2 * pair + 1) ? 0xffff0000u : 0u);
+      cutlass::arch::shared_store<16>(unit, pairs);
     }
   }
 
   // rows: where the lane's first units of two rows go of the first block; those of the next block kBlockBytes further on.
-  // edit(0 or 1, the elements of such a unit of the lane's): before that. kOften: code is unrolled.
-  template <format::Role kRole, int kBlockBytes, bool kOften = true, class Edit>
-  CUTE_DEVICE void decode_blocks(BlockStage const& from, uint32_t const (&rows)[2], Edit&& edit) {
+  template <format::Role kRole, int kBlockBytes>
+  CUTE_DEVICE void decode_blocks(BlockStage const& from, uint32_t const (&rows)[2]) {
     with_codec([&](auto codec) {
       using Units = LaneUnits<TileFormat, decltype(codec), Element, kRole, Traits::kHeadDim>;
       Units units(cast_smem_ptr_to_uint(from.block), warp_);
-#pragma unroll(kOften&& Units::kUnrolls ? Units::kSteps : 1)
+#pragma unroll(Units::kUnrolls ? Units::kSteps : 1)
       for (int step = 0; step < Units::kSteps; ++step) {
-        units.decode(step, [&](int block, int row, int unit, uint32_t (&elements)[4]) {
-          edit(unit, elements);
+        units.decode(step, [&](int block, int row, int unit, uint32_t const (&elements)[4]) {
           // The units of a row are swizzled: some units further on is an exclusive or.
           uint32_t to = rows[row] + (Units::kStepBlocks * step + block) * kBlockBytes;
           cutlass::arch::shared_store<16>(to ^ (Order::kUnitsApart * kUnitBytes * unit), elements);
@@ -250,28 +253,23 @@ class TileDecoder {
     uint8_t const* channel_order = view.channel_order_of(work_tile_.sequence, work_tile_.kv_head);
     uint16_t const* channel_scales = view.channel_scale_of(work_tile_.sequence, work_tile_.kv_head);
     int tokens = work_tile_.window_tokens - first_token;
-    auto element = [&](int token, int position) {
-      int channel = __ldg(channel_order + position);
-      if (token >= tokens || channel >= view.head_dim) return uint16_t{0};
-      uint16_t bits = from[token * strides[2] + channel];
-      if constexpr (Traits::kDecodesNarrow)
-        if (channel_scales) return relative_to(__ldg(channel_scales + position), bits);
-      return bits;
-    };
+    constexpr int kKeyUnits = Traits::kHeadDim / kUnitColumns;  // of a row
     CUTE_NO_UNROLL
-    for (int i = threadIdx.x % kWarpgroupThreads; i < Traits::kStageElements / 8; i += kWarpgroupThreads) {
-      alignas(16) uint16_t elements[8];
-      uint32_t to;
-      if (is_value) {
-        int row = i % Traits::kHeadDim, column = i / Traits::kHeadDim * 8;
-        CUTE_UNROLL
-        for (int j = 0; j < 8; ++j) elements[j] = element(column + j, Order::channel_of_row(row));
-        to = value_address(stage, row, column);
-      } else {
-        int row = i / (Traits::kHeadDim / 8), column = i % (Traits::kHeadDim / 8) * 8;
-        CUTE_UNROLL
-        for (int j = 0; j < 8; ++j) elements[j] = element(row, Order::position_of_column(column + j));
-        to = key_address(stage, row, column);
+    for (int i = threadIdx.x % kWarpgroupThreads; i < Traits::kStageElements / kUnitColumns; i += kWarpgroupThreads) {
+      int row = is_value ? i % Traits::kHeadDim : i / kKeyUnits;
+      int column = (is_value ? i / Traits::kHeadDim : i % kKeyUnits) * kUnitColumns;
+      uint32_t to = is_value ? value_address(stage, row, column) : key_address(stage, row, column);
+      alignas(16) uint16_t elements[kUnitColumns];
+      CUTE_UNROLL
+      for (int j = 0; j < kUnitColumns; ++j) {
+        int token = is_value ? column + j : row;
+        int position = is_value ? Order::channel_of_row(row) : Order::position_of_column(column + j);
+        int channel = __ldg(channel_order + position);
+        elements[j] = 0;
+        if (token >= tokens || channel >= view.head_dim) continue;
+        elements[j] = from[token * strides[2] + channel];
+        if constexpr (Traits::kDecodesNarrow)
+          if (channel_scales) elements[j] = relative_to(__ldg(channel_scales + position), elements[j]);
       }
       cutlass::arch::shared_store<16>(to, elements);
     }

@@ -141,7 +141,7 @@ class QueryLoader {
 
   // A few rows at a time.
   CUTE_DEVICE void order_channels() {
-    constexpr int kRows = 4;
+    constexpr int kRows = 2;
     float sign = params_.scale > 0 ? 1.f : params_.scale < 0 ? -1.f : 0.f;
     uint32_t signs = to_pair<Element>(sign, sign);
     CUTE_NO_UNROLL
