@@ -74,6 +74,19 @@ struct SparseView {
   CUTE_HOST_DEVICE int rows(int64_t index) const {
     return pages.table ? row_offsets[index] : row_offsets[index + 1] - row_offsets[index];
   }
+  // Both, with all loads under way before the first one is waited for.
+  struct BlockRows {
+    int64_t first;
+    int count;
+  };
+  CUTE_HOST_DEVICE BlockRows block_rows(int64_t index) const {
+    if (pages.table) {
+      int before = pages.rows_before ? pages.rows_before[index] : 0, count = row_offsets[index];
+      return {index * pages.slot_rows + before, count};
+    }
+    int first = row_offsets[index], end = row_offsets[index + 1];
+    return {first, end - first};
+  }
 
   // Rows of a block before its scales: its bitmap, metadata, or both.
   CUTE_HOST_DEVICE int scale_row() const {

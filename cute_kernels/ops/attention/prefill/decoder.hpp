@@ -1,23 +1,12 @@
-// Decoder warpgroups: bring a tile's block into shared memory and expand it into an operand stage, a quarter of it by
-// each warp.
+// Decoder warpgroups: expand a tile's block into an operand stage, a quarter of it by each warp.
 #pragma once
 
 #include <cutlass/arch/memory.h>
 
-#include <cute/arch/copy_sm90_tma.hpp>
-
+#include "cute_kernels/ops/attention/prefill/block_loader.hpp"
 #include "cute_kernels/ops/attention/prefill/lane_units.hpp"
-#include "cute_kernels/ops/attention/prefill/storage.hpp"
 
 namespace cute_kernels::attention::prefill {
-
-// A stage of a decoder's blocks: a tile's block, and at the end the token order of keys, that of values behind it.
-struct BlockStage {
-  uint8_t *block, *token_order, *value_order;
-
-  CUTE_DEVICE BlockStage(Params const& params, uint8_t* data)
-      : block(data), token_order(data + params.stage_bytes - 2 * kOrderBytes), value_order(token_order + kOrderBytes) {}
-};
 
 template <class Traits>
 class TileDecoder {
@@ -41,28 +30,32 @@ class TileDecoder {
         warp_(__shfl_sync(~0u, threadIdx.x / 32 % kWarpgroupWarps, 0)),
         lane_(threadIdx.x % 32) {
     if constexpr (Traits::kClusterCtas > 1) first_operand_ += Traits::kDecoders * cute::block_rank_in_cluster();
+    CUTE_UNROLL
+    for (int i = 0; i < 2; ++i) key_rows_[i] = key_row(position(i));
   }
 
   CUTE_DEVICE void run() {
+    BlockLoader<Traits> loader(params_, work_tile_, storage_, decoder_);
     int tiles = work_tile_.end - work_tile_.begin, operands = Operand<Traits>::count(tiles);
-    int own_operands = max(0, operands - first_operand_ + kOperandStep - 1) / kOperandStep;
-    BlockLoader loader(*this, tiles);
-    int block = 0, phase = 1;  // stages of blocks
+    int ahead = params_.block_stages, stage = 0, phase = 1;  // stages of blocks
     // As many steps as there are stages load a block and decode none.
+    int index = -ahead;
     CUTE_NO_UNROLL
-    for (int i = -params_.block_stages; i < own_operands; ++i) {
-      if (i >= 0) {
-        unsigned number = first_operand_ + i * kOperandStep;
+    for (int number = first_operand_ - ahead * kOperandStep<Traits>; number < operands;
+         number += kOperandStep<Traits>, ++index) {
+      uint8_t* block = blocks_ + stage * params_.stage_bytes;
+      if (index >= 0) {
         Operand<Traits> operand(number);
-        storage_.block_full[decoder_][block].wait(phase);
+        storage_.block_full[decoder_][stage].wait(phase);
         ptx::compiler_fence();
         storage_.wait_empty(number);
         bool exists = operand.exists(tiles), with_order = !operand.is_value && operand.tile >= first_cut_tile_;
-        if (exists) decode(operand, block_at(block), number % Traits::kStages, i % 2, with_order);
+        if (exists) decode(operand, {params_, block}, unsigned(number) % Traits::kStages, index % 2, with_order);
         storage_.fill(number, exists, with_order);  // all warps have read the block
       }
-      if (warp_ == kLoadingWarp && loader.loaded() < own_operands) loader.load_next(block);
-      if (++block == params_.block_stages) block = 0, phase ^= 1;
+      int next = number + ahead * kOperandStep<Traits>;
+      if (warp_ == kLoadingWarp && next < operands) loader.load(next, index + ahead, stage, block);
+      if (++stage == ahead) stage = 0, phase ^= 1;
     }
   }
 
@@ -73,66 +66,9 @@ class TileDecoder {
   uint8_t* blocks_;
   uint32_t stages_;
   int decoder_, window_tiles_, first_cut_tile_, first_operand_, warp_, lane_;
+  uint32_t key_rows_[2];
 
-  static constexpr int kOperandStep = Traits::kDecoders * Traits::kClusterCtas;
-
-  CUTE_DEVICE BlockStage block_at(int index) const { return {params_, blocks_ + index * params_.stage_bytes}; }
-
-  // Issues the decoder's bulk copies, one operand after the other. Where a block is, is looked up by a warp's lanes for 32
-  // operands at a time: every look at global memory takes as long as to decode a tile.
-  class BlockLoader {
-   public:
-    CUTE_DEVICE BlockLoader(TileDecoder& decoder, int tiles) : decoder_(decoder), tiles_(tiles) {}
-
-    CUTE_DEVICE int loaded() const { return loaded_; }
-
-    // With all lanes of one warp, into a stage that is empty: the lane that has looked the operand up copies its block.
-    CUTE_DEVICE void load_next(int stage) {
-      int source = loaded_ % 32, number = decoder_.first_operand_ + (loaded_ - source + decoder_.lane_) * kOperandStep;
-      if (source == 0) look_up(number);
-      if (decoder_.lane_ == source) copy(Operand<Traits>(number), stage);
-      __syncwarp();
-      ++loaded_;
-    }
-
-   private:
-    TileDecoder& decoder_;
-    int tiles_, loaded_ = 0;
-    uint8_t const *block_, *token_order_;
-    int bytes_;  // 0: a tile of the window or none, which is not loaded
-
-    CUTE_DEVICE void look_up(int number) {
-      bytes_ = 0;
-      Operand<Traits> operand(number);
-      if (!operand.exists(tiles_)) return;
-      WorkTile const& work_tile = decoder_.work_tile_;
-      KvTile kv_tile = work_tile.kv_tile(work_tile.begin + operand.tile);
-      if (kv_tile.in_window) return;
-      format::SparseView const& view = operand.is_value ? decoder_.params_.values : decoder_.params_.keys;
-      int64_t tile = view.tile_index(work_tile.sequence, work_tile.kv_head, kv_tile.first_token / format::kTileTokens);
-      block_ = reinterpret_cast<uint8_t const*>(view.blocks + view.first_row(tile) * format::kLanes);
-      token_order_ = view.token_order + tile * kOrderBytes;
-      bytes_ = view.rows(tile) * format::kRowBytes;
-    }
-
-    // Token orders only where they are needed: to put keys in the order of the values, and to tell tokens that a query row
-    // does not see.
-    CUTE_DEVICE void copy(Operand<Traits> operand, int stage) {
-      Params const& params = decoder_.params_;
-      auto& full = decoder_.storage_.block_full[decoder_.decoder_][stage];
-      if (bytes_ == 0) return full.arrive();
-      bool value_order = !operand.is_value && params.separate_orders;
-      bool token_order = value_order || operand.tile >= decoder_.first_cut_tile_;
-      BlockStage to = decoder_.block_at(stage);
-      auto policy = static_cast<uint64_t>(TMA::CacheHintSm90::EVICT_NORMAL);
-      full.arrive_and_expect_tx(bytes_ + (token_order + value_order) * kOrderBytes);
-      ptx::bulk_copy(to.block, block_, bytes_, &full, policy);
-      if (token_order) ptx::bulk_copy(to.token_order, token_order_, kOrderBytes, &full, policy);
-      if (value_order)
-        ptx::bulk_copy(to.value_order, params.values.token_order + (token_order_ - params.keys.token_order),
-                       kOrderBytes, &full, policy);
-    }
-  };
+  static constexpr int kStageBytes = Traits::kStageElements * sizeof(Element);
 
   // parity: of the decoder's operands.
   CUTE_DEVICE void decode(Operand<Traits> operand, BlockStage const& from, int stage, int parity, bool with_order) {
@@ -154,27 +90,34 @@ class TileDecoder {
     return stages_ + (stage * Traits::kStageElements + layout(row, column)) * static_cast<int>(sizeof(Element));
   }
 
+  // The lane's positions of tokens, and where elements of a token begin in the first stage.
+  CUTE_DEVICE unsigned position(int i) const { return 16 * warp_ + Order::lane_row(lane_) + 8 * i; }
+  CUTE_DEVICE uint32_t key_row(unsigned position) const {
+    return key_address(0, Order::row_of_token(position), Order::lane_column(lane_));
+  }
+
   // With the tokens in the order of the values, so that P comes out in the order that V has.
   CUTE_DEVICE void decode_keys(BlockStage const& from, int stage, int parity, bool with_order) {
     uint8_t const* order = from.token_order;
-    unsigned position[2] = {16 * warp_ + Order::lane_row(lane_), 16 * warp_ + Order::lane_row(lane_) + 8};  // of tokens
+    uint32_t rows[2];
+    CUTE_UNROLL
+    for (int i = 0; i < 2; ++i) rows[i] = key_rows_[i];
     if (params_.separate_orders) {
       order = from.value_order;
       uint8_t* positions = storage_.positions[decoder_][parity];
       int thread = threadIdx.x % kWarpgroupThreads;
       if (thread < format::kTileTokens) positions[order[thread]] = static_cast<uint8_t>(thread);
       sync_warpgroup();
-      for (unsigned& p : position) p = positions[from.token_order[p]];
+      CUTE_UNROLL
+      for (int i = 0; i < 2; ++i) rows[i] = key_row(positions[from.token_order[position(i)]]);
     }
     if (with_order && lane_ < 4)
       reinterpret_cast<uint32_t*>(storage_.token_order[stage])[4 * warp_ + lane_] =
           reinterpret_cast<uint32_t const*>(order)[4 * warp_ + lane_];
     // Blocks are side by side, as those of the swizzled layout are.
     constexpr int kBlockBytes = Traits::kTokens * 64 * sizeof(Element);
-    uint32_t rows[2];
     CUTE_UNROLL
-    for (int i = 0; i < 2; ++i)
-      rows[i] = key_address(stage, Order::row_of_token(position[i]), Order::lane_column(lane_));
+    for (uint32_t& row : rows) row += stage * kStageBytes;
     decode_blocks<format::Role::kKey, kBlockBytes>(from, rows);
   }
 

@@ -40,6 +40,21 @@ struct Operand {
   CUTE_DEVICE bool exists(int tiles) const { return tile >= 0 && tile < tiles; }
 };
 
+// From one operand of a decoder to its next.
+template <class Traits>
+inline constexpr int kOperandStep = Traits::kDecoders * Traits::kClusterCtas;
+
+// What is loaded for an operand: its block, of no bytes for a tile of the window or none, and token orders.
+struct alignas(16) BlockSource {
+  uint8_t const* block;
+  uint32_t tile;  // of the view's
+  uint32_t bytes_and_orders;
+
+  static constexpr uint32_t kTokenOrder = 1, kValueOrder = 2;
+  CUTE_DEVICE uint32_t orders() const { return bytes_and_orders % format::kRowBytes; }
+  CUTE_DEVICE uint32_t bytes() const { return bytes_and_orders - orders(); }
+};
+
 // Of the threads of a warpgroup.
 CUTE_DEVICE void sync_warpgroup() { pipeline::sync_worker(threadIdx.x / kWarpgroupThreads, kWarpgroupThreads); }
 
@@ -68,6 +83,7 @@ struct Storage {
   alignas(16) float channel_scales[Traits::kDecodesNarrow ? Traits::kConsumers : 0][2][Traits::kHeadDim];
   float row_scale[Traits::kDecodesNarrow ? Traits::kConsumers : 0][kConsumerRows];
   alignas(8) uint8_t column_of_channel[Traits::kConsumers][Traits::kHeadDim];  // of O, in the order of values
+  BlockSource block_sources[Traits::kDecoders][32];  // of operands that a decoder loads one after the other
   PrefetchedParams prefetched_params;
   WorkTile work_tile;  // here, and not in registers, of which decoders have few
   cutlass::arch::ClusterTransactionBarrier block_full[Traits::kDecoders][kMaxBlockStages];
