@@ -159,7 +159,7 @@ class TileDecoder {
       Units units(cast_smem_ptr_to_uint(from.block), warp_);
 #pragma unroll(Units::kUnrolls ? Units::kSteps : 1)
       for (int step = 0; step < Units::kSteps; ++step) {
-        units.decode(step, [&](int block, int row, int unit, uint32_t const (&elements)[4]) {
+        units.decode(step, [&](int block, int row, int unit, uint32_t const(&elements)[4]) {
           // The units of a row are swizzled: some units further on is an exclusive or.
           uint32_t to = rows[row] + (Units::kStepBlocks * step + block) * kBlockBytes;
           cutlass::arch::shared_store<16>(to ^ (Order::kUnitsApart * kUnitBytes * unit), elements);
