@@ -47,8 +47,8 @@ inline constexpr int kOperandStep = Traits::kDecoders * Traits::kClusterCtas;
 // What is loaded for an operand: its block, of no bytes for a tile of the window or none, and token orders.
 struct alignas(16) BlockSource {
   uint8_t const* block;
-  uint32_t tile;  // of the view's
-  uint32_t bytes_and_orders;
+  uint32_t tile;              // of the view's
+  uint32_t bytes_and_orders;  // a multiple of kRowBytes, and which orders
 
   static constexpr uint32_t kTokenOrder = 1, kValueOrder = 2;
   CUTE_DEVICE uint32_t orders() const { return bytes_and_orders % format::kRowBytes; }
