@@ -64,28 +64,28 @@ struct SparseView {
   // Where a sequence's tile is: its index in the storage, and the first row and the rows of its block.
   CUTE_HOST_DEVICE int64_t tile_index(int sequence, int kv_head, int tile) const {
     if (!pages.table) return (int64_t{sequence} * kv_heads + kv_head) * tiles_per_head() + tile;
-    int64_t page = pages.table[int64_t{sequence} * pages.pages_per_sequence + tile / pages.tiles_per_page];
+    int64_t page = *table_entry(sequence, tile);
     return (page * kv_heads + kv_head) * pages.tiles_per_page + tile % pages.tiles_per_page;
   }
-  CUTE_HOST_DEVICE int64_t first_row(int64_t index) const {
+  // Of a pool: where the page of a sequence's tile is looked up.
+  CUTE_HOST_DEVICE int32_t const* table_entry(int sequence, int tile) const {
+    return pages.table + int64_t{sequence} * pages.pages_per_sequence + tile / pages.tiles_per_page;
+  }
+  CUTE_HOST_DEVICE int64_t first_row(int64_t index) const { return first_row(index, look_up_row(index)); }
+  // In two steps, so that more can be looked up before the first is waited for.
+  CUTE_HOST_DEVICE int32_t look_up_row(int64_t index) const {
     if (!pages.table) return row_offsets[index];
-    return index * pages.slot_rows + (pages.rows_before ? pages.rows_before[index] : 0);
+    return pages.rows_before ? pages.rows_before[index] : 0;
+  }
+  CUTE_HOST_DEVICE int64_t first_row(int64_t index, int32_t found) const {
+    return pages.table ? index * pages.slot_rows + found : found;
   }
   CUTE_HOST_DEVICE int rows(int64_t index) const {
     return pages.table ? row_offsets[index] : row_offsets[index + 1] - row_offsets[index];
   }
-  // Both, with all loads under way before the first one is waited for.
-  struct BlockRows {
-    int64_t first;
-    int count;
-  };
-  CUTE_HOST_DEVICE BlockRows block_rows(int64_t index) const {
-    if (pages.table) {
-      int before = pages.rows_before ? pages.rows_before[index] : 0, count = row_offsets[index];
-      return {index * pages.slot_rows + before, count};
-    }
-    int first = row_offsets[index], end = row_offsets[index + 1];
-    return {first, end - first};
+  // Of a tile format whose blocks all have `block_rows` rows, also one before it in its slot: nothing is looked up.
+  CUTE_HOST_DEVICE int64_t first_row_of_equal(int64_t index, int block_rows) const {
+    return pages.table ? index * pages.slot_rows + (pages.rows_before ? block_rows : 0) : index * block_rows;
   }
 
   // Rows of a block before its scales: its bitmap, metadata, or both.

@@ -12,9 +12,10 @@ struct Partition {
   int total, size, remainder;
 
   CUTE_HOST_DEVICE int longest() const { return size + (remainder > 0); }
-  // Where a split begins; the longer ones are spread evenly.
+  // Where a split begins. The longer ones are spread evenly, from the second on: the first may have other work, and the
+  // first tiles of a CTA come before its last ones.
   CUTE_HOST_DEVICE int begin(int split, cutlass::FastDivmod const& splits) const {
-    return split * size + splits.div(split * remainder);
+    return split * size + splits.div((split - 1) * remainder + splits.divisor - 1);
   }
 };
 

@@ -16,6 +16,7 @@ void check_partition(int all, int splits) {
   for (int i = 0; i < splits; ++i) {
     int length = partition.begin(i + 1, divisor) - partition.begin(i, divisor);
     check(length >= all / splits && length <= partition.longest(), "splits differ by one", all, splits, i);
+    if (i == 0) check(length == all / splits, "the first split is not longer than others", all, splits);
   }
 }
 

@@ -18,8 +18,8 @@ using namespace cute;
 using format::Role;
 
 // Uniform calls are those of caches as compress_kv makes them, all of which counts (`Params::uniform`). Kernels that
-// know it do without what pages, lengths and separate token orders need; others do at
-// least without the last (`Params::separate_orders`).
+// know it do without what pages, lengths and separate token orders need. Of other calls most do without the last
+// (`Params::separate_orders`).
 template <class Stored_, int kHeadDim_, int kN_, bool kUniform_ = false, bool kSeparateOrders_ = !kUniform_>
 struct Traits {
   using Stored = Stored_;
@@ -28,7 +28,8 @@ struct Traits {
   using Element = typename Stored::Dense;  // of q, window and results: maybe only bits
   static constexpr bool kHasScales = Codec::kHasScales, kHasNonfinite = Codec::kHasNan;
   static constexpr int kHeadDim = kHeadDim_;
-  static constexpr int kN = kN_;  // query rows
+  static constexpr int kN = kN_;                                                              // query rows
+  static constexpr bool kBlocksAreEqual = std::is_same_v<TileFormat, format::TwoOfFourTile>;  // of as many rows
   static constexpr bool kUniform = kUniform_, kSeparateOrders = kSeparateOrders_;
   static_assert(!(kUniform && kSeparateOrders));
   static constexpr int kRowBlocks = kN / 8;

@@ -51,9 +51,9 @@ class BlockLoader {
     if (kv_tile.in_window) return source;
     format::SparseView const& view = operand.is_value ? params_.values : params_.keys;
     int64_t tile = view.tile_index(work_tile_.sequence, work_tile_.kv_head, kv_tile.first_token / format::kTileTokens);
-    auto [first_row, rows] = view.block_rows(tile);
-    source.bytes_and_orders = rows * format::kRowBytes;
-    source.block = reinterpret_cast<uint8_t const*>(view.blocks + first_row * format::kLanes);
+    int32_t found = view.look_up_row(tile);
+    source.bytes_and_orders = view.rows(tile) * format::kRowBytes;
+    source.block = reinterpret_cast<uint8_t const*>(view.blocks + view.first_row(tile, found) * format::kLanes);
     source.tile = static_cast<uint32_t>(tile);
     bool value_order = !operand.is_value && params_.separate_orders;
     if (value_order || index >= work_tile_.first_cut_tile()) source.bytes_and_orders |= BlockSource::kTokenOrder;

@@ -37,11 +37,10 @@ void launch(Params const& params, pipeline::Config const& config, cudaStream_t s
   visit_traits<kHeadDim, Codecs, kMaxRows<kHeadDim, Codecs>>(params.keys.codec, config.n, [&](auto traits) {
     using T = decltype(traits);
     // Tiles of exactly two of four all have the order of memory.
-    using Other = std::conditional_t<mma::kAreTwoOfFour<Codecs> || T::kByWarpgroup, SharedOrderTraits<T>, T>;
-    auto* kernel = params.uniform ? attention_kernel<UniformTraits<T>> : attention_kernel<Other>;
-    if constexpr (!mma::kHaveFewKernels<Codecs>) {  // which have fewer kernels
-      if (!params.uniform && !params.separate_orders) kernel = attention_kernel<SharedOrderTraits<T>>;
-    }
+    using Separate = std::conditional_t<mma::kAreTwoOfFour<Codecs> || T::kByWarpgroup, SharedOrderTraits<T>, T>;
+    auto* kernel = params.uniform           ? attention_kernel<UniformTraits<T>>
+                   : params.separate_orders ? attention_kernel<Separate>
+                                            : attention_kernel<SharedOrderTraits<T>>;
     RingParams ring_params = pipeline::ring_params(params, params.stages, config);
     if (!params.schedule.variable_length && !params.keys.pages.table)
       ring_params.prefetch_row_offsets = pipeline::row_offset_prefetch(params.keys, config);

@@ -46,15 +46,26 @@ struct TileLoad {
     }
     if (stage_source.tile < 0) return;
     format::SparseView const& view = stage_source.view(params);
-    if constexpr (Traits::kUniform) __builtin_assume(!view.pages.table);
+    if constexpr (Traits::kUniform) {
+      __builtin_assume(!view.pages.table);
+      __builtin_assume(!params.values.pages.table);
+    }
     source = Source::kTile;
     tile = static_cast<int>(stage_source.tile);
-    first_row = static_cast<int>(view.first_row(tile));
-    rows = view.rows(tile);
-    if constexpr (Traits::kHasScales) {
-      if (!is_value)
-        scale_row = static_cast<int>(params.values.first_row(tile)) + Traits::TileFormat::scale_row(Traits::kHeadDim);
+    format::SparseView const& values = params.values;
+    bool loads_scales = Traits::kHasScales && !is_value;
+    int values_first_row = 0;
+    if constexpr (Traits::kBlocksAreEqual) {
+      rows = Traits::TileFormat::template tile_rows<typename Traits::Codec>(Traits::kHeadDim);
+      first_row = static_cast<int>(view.first_row_of_equal(tile, rows));
+      if (loads_scales) values_first_row = static_cast<int>(values.first_row_of_equal(tile, rows));
+    } else {  // all are looked up before the first is waited for
+      int32_t values_found = loads_scales ? values.look_up_row(tile) : 0, found = view.look_up_row(tile);
+      rows = view.rows(tile);
+      first_row = static_cast<int>(view.first_row(tile, found));
+      if (loads_scales) values_first_row = static_cast<int>(values.first_row(tile, values_found));
     }
+    scale_row = values_first_row + Traits::TileFormat::scale_row(Traits::kHeadDim);
   }
 
   template <class Barrier>
@@ -96,6 +107,7 @@ CUTE_DEVICE void prefetch_tile_rows(RingParams const& params, typename Traits::S
   auto expected = schedule.expected_tiles(warp);
   int tile = expected.first + static_cast<int>(threadIdx.x % 32);
   if (tile >= expected.end || tile >= keys.tiles_per_head()) return;
+  if constexpr (Traits::kBlocksAreEqual) return ptx::prefetch(keys.table_entry(expected.sequence, tile));
   int64_t slot = keys.tile_index(expected.sequence, expected.kv_head, tile);
   if (slot < 0) return;
   ptx::prefetch(keys.row_offsets + slot);
@@ -107,7 +119,8 @@ CUTE_DEVICE void prefetch_tile_rows(RingParams const& params, typename Traits::S
 template <class Traits>
 CUTE_DEVICE void load_tiles(RingParams const& params, typename Traits::Schedule const& schedule, StageRing const& ring,
                             int producer) {
-  if (producer < 2) params.prefetch_row_offsets((producer == 0 ? params.keys : params.values).row_offsets);
+  if (!Traits::kBlocksAreEqual && producer < 2)
+    params.prefetch_row_offsets((producer == 0 ? params.keys : params.values).row_offsets);
   pipeline::fill_ring<TileLoad<Traits>>(ring, producer, 2 * schedule.longest_split(), params, schedule);
 }
 
