@@ -305,6 +305,17 @@ def test_differences_are_readable(tmp_path):
     assert manifest.load(path) == ("13.1", {"sm_80 a": {"registers": 1}})
 
 
+def test_a_repeated_load_is_the_same_kernel():
+    row = {"registers": 96, "shared": 1024, "instructions": 800, "LDS": 40, "HMMA.16816.F32": 8}
+    repeated = {**row, "instructions": 801, "LDS": 41}
+    assert manifest.differences({"sm_80 a": row}, {"sm_80 a": repeated}) == []
+    for name, value in {"registers": 97, "shared": 1040, "instructions": 803, "LDS": 43, "HMMA.16816.F32": 9}.items():
+        (line,) = manifest.differences({"sm_80 a": row}, {"sm_80 a": {**row, name: value}})
+        assert line == f"  sm_80 a: {name} {row[name]} -> {value}"
+    (line,) = manifest.differences({"sm_80 a": row}, {"sm_80 a": {**row, "STL": 1}})
+    assert line == "  sm_80 a: STL 0 -> 1"
+
+
 def test_kernels_of_several_files():
     twin = kernel("combine_partials<>", "        /*0000*/  EXIT ;\n")
     other = kernel("combine_partials<>", "        /*0000*/  EXIT ;\n", registers=twin.registers + 7)
@@ -313,6 +324,8 @@ def test_kernels_of_several_files():
     assert table == manifest.table([twin, other])
     assert [row["registers"] for row in table.values()] == [twin.registers, other.registers]
     assert list(table) == [twin.key, f"{twin.key} #2"]
+    longer = kernel("combine_partials<>", "        /*0000*/  IADD3 R2, R2, 0x1, RZ ;\n        /*0010*/  EXIT ;\n")
+    assert manifest.table([longer, twin]) == manifest.table([twin])
 
 
 def test_check_says_what_moved(tmp_path, monkeypatch, capsys):
