@@ -13,9 +13,9 @@ REWRITE = "python -m profiling.sass --write"
 
 Numbers = dict[str, int]
 
-# How far numbers may move with the same source; all others are exact. The compiler's front end orders some choices by
-# addresses of its own memory, so a checkout in another folder can have a load, or its arithmetic, repeated.
-SLACK = {"instructions": 2, "LDS": 2, "PRMT": 2, "decoder_end": 128}
+# Ends the key of a kernel's other form: from the same source in another folder the compiler's front end may make, say,
+# one load more.
+OTHER_FORM = " or"
 
 
 def numbers(kernel: Kernel) -> Numbers:
@@ -31,24 +31,18 @@ def numbers(kernel: Kernel) -> Numbers:
     }
 
 
-def alike(a: Numbers, b: Numbers) -> bool:
-    """Whether the same source may have given both."""
-    return all(abs(a.get(name, 0) - b.get(name, 0)) <= SLACK.get(name, 0) for name in {*a, *b})
-
-
 def table(kernels: Iterable[Kernel]) -> dict[str, Numbers]:
     """Architecture and name -> numbers. Several files may instantiate a kernel, and the compiler may schedule each
     one differently: those that are alike are one, others are called "#2", "#3" as well, by their numbers."""
     found: dict[str, list[Numbers]] = {}
     for kernel in kernels:
-        found.setdefault(kernel.key, []).append(numbers(kernel))
+        row = numbers(kernel)
+        rows = found.setdefault(kernel.key, [])
+        if row not in rows:
+            rows.append(row)
     table: dict[str, Numbers] = {}
     for key, rows in found.items():
-        distinct: list[Numbers] = []
-        for row in sorted(rows, key=lambda row: sorted(row.items())):
-            if not any(alike(row, other) for other in distinct):
-                distinct.append(row)
-        for i, row in enumerate(distinct, start=1):
+        for i, row in enumerate(sorted(rows, key=lambda row: sorted(row.items())), start=1):
             table[key if i == 1 else f"{key} #{i}"] = row
     return table
 
@@ -60,29 +54,33 @@ def load(path: Path = PATH) -> tuple[str, dict[str, Numbers]]:
 
 
 def write(compiler: str, rows: Mapping[str, Numbers], path: Path = PATH) -> None:
-    """Rows of architectures that `rows` does not have stay if the compiler is the same."""
+    """Rows of architectures that `rows` does not have stay if the compiler is the same, and so do all forms of a kernel
+    if it has one of them. Another form is entered by hand."""
     kept: dict[str, Numbers] = {}
     if path.exists():
         old_compiler, old = load(path)
         if old_compiler == compiler:
             kept = {key: row for key, row in old.items() if _arch(key) not in archs(rows)}
-    lines = [f"  {json.dumps(key)}: {json.dumps(row)}" for key, row in sorted({**kept, **rows}.items())]
+            for key, row in rows.items():
+                if row in (forms := _forms(old, key)).values():
+                    kept |= forms
+    lines = [f"  {json.dumps(key)}: {json.dumps(row)}" for key, row in sorted({**rows, **kept}.items())]
     text = f'{{\n "compiler": {json.dumps(compiler)},\n "kernels": {{\n' + ",\n".join(lines) + "\n }\n}\n"
     path.write_text(text, encoding="utf-8")
 
 
 def differences(old: Mapping[str, Numbers], new: Mapping[str, Numbers]) -> list[str]:
-    """A line for each kernel that moved by more than `alike` allows, appeared or went; architectures that `new` lacks
-    were not built."""
+    """A line for each kernel that moved, appeared or went; architectures that `new` lacks were not built. `old` may
+    have other forms of a kernel, `new` has the one that was built."""
     lines = []
-    for key in sorted({*old, *new}):
+    for key in sorted({key for key in old if not key.endswith(OTHER_FORM)} | new.keys()):
         if key not in new:
             if _arch(key) in archs(new):
                 lines.append(f"- {key}: gone from the library")
         elif key not in old:
             if _arch(key) in archs(old):
                 lines.append(f"+ {key}: new, {new[key]['registers']} registers")
-        elif not alike(old[key], new[key]):
+        elif new[key] not in _forms(old, key).values():
             moved = [
                 f"{name} {old[key].get(name, 0)} -> {new[key].get(name, 0)}"
                 for name in dict.fromkeys((*old[key], *new[key]))
@@ -90,6 +88,10 @@ def differences(old: Mapping[str, Numbers], new: Mapping[str, Numbers]) -> list[
             ]
             lines.append(f"  {key}: {', '.join(moved)}")
     return lines
+
+
+def _forms(rows: Mapping[str, Numbers], key: str) -> dict[str, Numbers]:
+    return {form: rows[form] for form in (key, key + OTHER_FORM) if form in rows}
 
 
 def archs(rows: Iterable[str]) -> set[str]:
