@@ -10,6 +10,7 @@
 #include "cute_kernels/dispatch/workspace.hpp"
 #include "cute_kernels/ops/attention/launch.hpp"
 #include "cute_kernels/ops/attention/prefill/launch.hpp"
+#include "cute_kernels/pipeline/launch.hpp"
 #include "cute_kernels/reduce/merge_states.hpp"
 
 namespace cute_kernels::dispatch {
@@ -30,16 +31,26 @@ inline int most_decoding_rows(format::SparseView const& keys, bool separate_orde
 }
 
 // Into how many splits a KV head's tokens are cut, such that the CTAs of all work tiles fill the SMs: the last of them
-// to end does so soonest. A CTA costs kTilesOfCta KV tiles beside its own; splits are merged by a kernel, which costs
-// kTilesOfMerge and, for every split, kTilesOfSplit.
-inline constexpr int kTilesOfCta = 6, kTilesOfMerge = 6, kTilesOfSplit = 1, kMaxPrefillSplits = 64;
+// to end does so soonest. Costs in KV tiles of a CTA: what it does beside its own; merging splits, by their CTAs where
+// merges(splits) says so, or by a kernel, for any and for every split.
+namespace prefill_cost {
+inline constexpr float kCta = 6, kCluster = 2, kClusterCta = 0.5f, kMerge = 5, kMergedSplit = 0.25f;
+}  // namespace prefill_cost
+inline constexpr int kMaxPrefillSplits = 64;
 
-inline int prefill_splits(int multiprocessors, int64_t work_tiles, int tiles, int most) {
+template <class F>
+int prefill_splits(int multiprocessors, int64_t work_tiles, int tiles, int most, F&& merges) {
   most = std::min({most, kMaxPrefillSplits, std::max(tiles, 1)});
+  auto of_merge = [&](int splits) {
+    auto count = static_cast<float>(splits);
+    if (splits == 1) return 0.f;
+    return merges(splits) ? prefill_cost::kCluster + prefill_cost::kClusterCta * count
+                          : prefill_cost::kMerge + prefill_cost::kMergedSplit * count;
+  };
   auto cost = [&](int splits) {
     int64_t waves = (work_tiles * splits + multiprocessors - 1) / multiprocessors;
-    int64_t of_merge = splits > 1 ? kTilesOfMerge + kTilesOfSplit * splits : 0;
-    return waves * ((tiles + splits - 1) / splits + kTilesOfCta) + of_merge;
+    auto of_cta = static_cast<float>((tiles + splits - 1) / splits);
+    return static_cast<float>(waves) * (of_cta + prefill_cost::kCta) + of_merge(splits);
   };
   int best = 1;
   for (int splits = 2; splits <= most; ++splits)
@@ -85,7 +96,7 @@ void run_prefill(attention::Problem const& problem, Workspace const& workspace, 
   int behind = std::max(2 * prefill::kOrderBytes, rows_behind * format::kRowBytes);
   params.stage_bytes = (block_bytes + behind + 127) / 128 * 128;
   prefill::Variant variant = choose_variant<Launcher>(params.rows, keys, params.stage_bytes, device);
-  int row_blocks = (params.rows + variant.rows() - 1) / variant.rows() * variant.cluster_ctas;
+  int row_blocks = (params.rows + variant.rows() - 1) / variant.rows();
   params.query_tokens = cutlass::FastDivmod(problem.q_tokens);
   params.row_blocks = cutlass::FastDivmod(row_blocks);
   params.kv_heads = cutlass::FastDivmod(keys.kv_heads);
@@ -96,7 +107,8 @@ void run_prefill(attention::Problem const& problem, Workspace const& workspace, 
   prefill::Limits limits = Launcher::limits(keys, variant);
   params.block_stages = prefill_stages(limits, params.stage_bytes, device);
 
-  int64_t heads = int64_t{problem.batch} * keys.kv_heads, ctas = heads * row_blocks, work_tiles = ctas;
+  int64_t heads = int64_t{problem.batch} * keys.kv_heads, ctas = heads * row_blocks * variant.cluster_ctas,
+          work_tiles = ctas;
   if (problem.packed.starts) {  // those that have query tokens, at most
     int64_t rows = int64_t{params.group} * problem.packed.tokens;
     work_tiles = std::min(ctas, (problem.batch + rows / variant.rows()) * variant.cluster_ctas * keys.kv_heads);
@@ -106,19 +118,26 @@ void run_prefill(attention::Problem const& problem, Workspace const& workspace, 
                         : keys.tokens;
   int tiles = static_cast<int>((longest + problem.window.tokens + format::kTileTokens - 1) / format::kTileTokens);
   int most = problem.num_splits > 0 ? problem.num_splits : kMaxPrefillSplits;
-  int splits = prefill_splits(device.multiprocessors, work_tiles, tiles, most);
+  // In clusters, if all of them run at a time; larger ones take longer to start.
+  auto merges = [&](int splits) {
+    return variant.cluster_ctas == 1 && splits > 1 && splits <= pipeline::kPortableCluster &&
+           ctas <= device.max_clusters[splits];
+  };
+  int splits = prefill_splits(device.multiprocessors, work_tiles, tiles, most, merges);
   if (ctas * splits > INT32_MAX)
     throw std::runtime_error("the call has more than 2^31 blocks of query rows; split the batch");
   params.splits = cutlass::FastDivmod(splits);
+  params.merges = merges(splits);
   int64_t out_rows = params.all_rows();
-  if (splits > 1) {
+  bool has_partials = splits > 1 && !params.merges;
+  if (has_partials) {
     int64_t out_bytes = splits * out_rows * keys.head_dim * static_cast<int64_t>(sizeof(float));
     params.partial_out = workspace(out_bytes + splits * out_rows * static_cast<int64_t>(sizeof(float)));
     params.partial_lse = reinterpret_cast<float*>(static_cast<char*>(params.partial_out) + out_bytes);
   }
   Launcher::launch(params, variant, static_cast<int>(ctas * splits),
                    limits.fixed_shared_bytes + limits.decoders * params.block_stages * params.stage_bytes, stream);
-  if (splits > 1)
+  if (has_partials)
     reduce::merge_states({params.partial_out, params.partial_lse, out_rows * keys.head_dim, out_rows, problem.out,
                           problem.lse, splits, out_rows, keys.head_dim, DType::kFloat32, keys.dtype},
                          stream);

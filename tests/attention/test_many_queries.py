@@ -79,6 +79,23 @@ def test_splits_and_lengths(backend, num_splits, rng):
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("num_splits", range(2, 9))
+def test_splits_that_a_cluster_merges(backend, num_splits, head_dim, rng):
+    """A cluster has all splits of a work tile: whole and ragged blocks of rows, and splits without tokens."""
+    arguments = {
+        "num_splits": num_splits,
+        "dtype": rng.choice(oracle.DTYPES),
+        "head_dim": head_dim,
+        "keep": head_dim // 3,
+    }
+    for groups, queries in ((4, 16), (4, 27), (1, 65)):
+        check(backend, batch=1, groups=groups, queries=queries, tokens=64 * num_splits + 7, causal=True, **arguments)
+    check(
+        backend, batch=3, groups=4, queries=20, tokens=700, window=70, seq_lens=[0, 65, 700], causal=False, **arguments
+    )
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("queries", [4, 7, 30, 200])
 def test_keys_and_values_with_token_orders_of_their_own(backend, queries, head_dim, rng):
     """Compressed one without the other."""

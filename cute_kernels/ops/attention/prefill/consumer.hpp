@@ -38,7 +38,11 @@ class Consumer {
     if (work_tile_.begin < work_tile_.end) attend(tCrO);
     ptx::launch_dependents();  // late: its CTAs find no free SM before
     softmax_.finish();
-    sync_warpgroup();  // all have read q, and stored columns
+    // All have read q, and stored columns.
+    if (Traits::kMayMerge && params_.merges)
+      pipeline::sync(pipeline::NamedBarrier::kAllWorkers, Traits::kConsumers * kWarpgroupThreads);
+    else
+      sync_warpgroup();
     output.run(tCrO, softmax_);
   }
 

@@ -30,8 +30,9 @@ class TileDecoder {
         warp_(__shfl_sync(~0u, threadIdx.x / 32 % kWarpgroupWarps, 0)),
         lane_(threadIdx.x % 32) {
     if constexpr (Traits::kClusterCtas > 1) first_operand_ += Traits::kDecoders * cute::block_rank_in_cluster();
-    CUTE_UNROLL
-    for (int i = 0; i < 2; ++i) key_rows_[i] = key_row(position(i));
+    key_row_ = key_row(position(0));
+    unsigned channel = Traits::kHeadDim / kWarpgroupWarps * warp_ + Order::lane_row(lane_);
+    value_row_ = value_address(0, Order::row_of_channel(channel), Order::lane_column(lane_));
   }
 
   CUTE_DEVICE void run() {
@@ -54,7 +55,7 @@ class TileDecoder {
         storage_.fill(number, exists, with_order);  // all warps have read the block
       }
       int next = number + ahead * kOperandStep<Traits>;
-      if (warp_ == kLoadingWarp && next < operands) loader.load(next, index + ahead, stage, block);
+      if (warp_ == loading_warp(decoder_) && next < operands) loader.load(next, index + ahead, stage, block);
       if (++stage == ahead) stage = 0, phase ^= 1;
     }
   }
@@ -66,7 +67,7 @@ class TileDecoder {
   uint8_t* blocks_;
   uint32_t stages_;
   int decoder_, window_tiles_, first_cut_tile_, first_operand_, warp_, lane_;
-  uint32_t key_rows_[2];
+  uint32_t key_row_, value_row_;  // where the lane's first row begins in the first stage
 
   static constexpr int kStageBytes = Traits::kStageElements * sizeof(Element);
 
@@ -99,9 +100,7 @@ class TileDecoder {
   // With the tokens in the order of the values, so that P comes out in the order that V has.
   CUTE_DEVICE void decode_keys(BlockStage const& from, int stage, int parity, bool with_order) {
     uint8_t const* order = from.token_order;
-    uint32_t rows[2];
-    CUTE_UNROLL
-    for (int i = 0; i < 2; ++i) rows[i] = key_rows_[i];
+    uint32_t rows[2] = {key_row_, rows_on(key_row_, Order::kTokenRowsApart)};
     if (params_.separate_orders) {
       order = from.value_order;
       uint8_t* positions = storage_.positions[decoder_][parity];
@@ -124,11 +123,7 @@ class TileDecoder {
   // tile: of the sequence's compressed ones.
   CUTE_DEVICE void decode_values(BlockStage const& from, int tile, int stage) {
     constexpr int kBlockBytes = 16 * 64 * sizeof(Element);
-    unsigned channel = Traits::kHeadDim / kWarpgroupWarps * warp_ + Order::lane_row(lane_);
-    uint32_t rows[2];
-    CUTE_UNROLL
-    for (int i = 0; i < 2; ++i)
-      rows[i] = value_address(stage, Order::row_of_channel(channel + 8 * i), Order::lane_column(lane_));
+    uint32_t row = value_row_ + stage * kStageBytes, rows[2] = {row, rows_on(row, 8)};
     decode_blocks<format::Role::kValue, kBlockBytes>(from, rows);
     int tokens = work_tile_.tokens - tile * format::kTileTokens;
     if (params_.zero_masked && tokens < format::kTileTokens) zero_values(from.token_order, tokens, stage);

@@ -5,8 +5,6 @@
 
 #include <cutlass/arch/reg_reconfig.h>
 
-#include <cute/arch/cluster_sm90.hpp>
-
 #include "cute_kernels/ops/attention/prefill/consumer.hpp"
 #include "cute_kernels/ops/attention/prefill/decoder.hpp"
 
@@ -16,14 +14,6 @@ template <class Traits>
 inline constexpr int kFixedBytes = (sizeof(Storage<Traits>) + 127) / 128 * 128;
 
 template <class Traits>
-CUTE_DEVICE void sync_cluster() {
-  if constexpr (Traits::kClusterCtas > 1)
-    cute::cluster_sync();
-  else
-    __syncthreads();
-}
-
-template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1) prefill_kernel(CUTE_GRID_CONSTANT Params const params) {
   extern __shared__ __align__(1024) uint8_t shared[];
   auto& storage = *reinterpret_cast<Storage<Traits>*>(shared);
@@ -31,8 +21,12 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) prefill_kernel(CUTE_GRID_
   prefetch_params(params, storage.prefetched_params);
   if (threadIdx.x == 0) storage.work_tile.look_up(params, Traits::kRows, Traits::kClusterCtas);
   if (threadIdx.x == 32) storage.init_barriers();
-  sync_cluster<Traits>();
+  if constexpr (Traits::kClusterCtas > 1)
+    sync_whole_cluster();
+  else
+    __syncthreads();
   if (work_tile.of_absent_rows()) return;
+  bool merges = Traits::kMayMerge && params.merges;
   int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroupThreads, 0);
   // Code far behind the kernel's begin takes long to arrive, and the compiler puts the last case first: that of decoders,
   // whom all others wait for.
@@ -44,8 +38,13 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) prefill_kernel(CUTE_GRID_
     int decoder = warpgroup - Traits::kConsumers;
     uint8_t* stages = shared + kFixedBytes<Traits> + decoder * params.block_stages * params.stage_bytes;
     TileDecoder<Traits>(params, work_tile, storage, stages, decoder).run();
+    if (merges) sync_whole_cluster();  // as consumers do when they have their results
   }
-  if constexpr (Traits::kClusterCtas > 1) sync_cluster<Traits>();  // no CTA ends while another arrives at its barriers
+  // No CTA ends while another arrives at its barriers or reads its results.
+  if (Traits::kClusterCtas > 1 || merges) {
+    cute::cluster_arrive_relaxed();
+    cute::cluster_wait();
+  }
 }
 
 }  // namespace cute_kernels::attention::prefill

@@ -38,6 +38,7 @@ struct Launcher {
   }();
 
   static Limits limits(format::SparseView const& keys, Variant variant);
+  // In clusters of all splits of a work tile if params.merges, else as the variant says.
   static void launch(Params const& params, Variant variant, int ctas, int shared_bytes, cudaStream_t stream);
 };
 

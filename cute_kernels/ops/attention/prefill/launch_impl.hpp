@@ -40,7 +40,7 @@ void Launcher<kHeadDim, Codecs>::launch(Params const& params, Variant variant, i
     using T = decltype(traits);
     pipeline::Config config{};
     config.ctas = ctas;
-    config.cluster = T::kClusterCtas;
+    config.cluster = params.merges ? params.splits.divisor : T::kClusterCtas;
     pipeline::launch_clusters(prefill_kernel<T>, params, config, T::kThreads, shared_bytes, false, stream);
   });
 }

@@ -60,7 +60,7 @@ class QueryLoader {
   static constexpr int kWarpRows = kConsumerRows / kWarpgroupWarps;
   static constexpr int kRowVectors = Traits::kHeadDim / kVector;
   static constexpr int kRowsAtOnce = 32 / kRowVectors, kLoads = kWarpRows / kRowsAtOnce;  // of a lane
-  static_assert(kRowsAtOnce > 0);
+  static_assert(kRowsAtOnce > 0 && kWarpRows == 16);
 
   CUTE_DEVICE unsigned channel() const { return lane_ % kRowVectors * kVector; }  // the first of the lane's vectors
   CUTE_DEVICE unsigned row(int load) const { return first_row_ + load * kRowsAtOnce + lane_ / kRowVectors; }
@@ -139,29 +139,35 @@ class QueryLoader {
     __syncwarp();
   }
 
-  // A few rows at a time.
+  // Two rows at a time, 8 apart.
   CUTE_DEVICE void order_channels() {
-    constexpr int kRows = 2;
     float sign = params_.scale > 0 ? 1.f : params_.scale < 0 ? -1.f : 0.f;
     uint32_t signs = to_pair<Element>(sign, sign);
+    uint32_t from[kPairs][2], to[kPairs];  // in the warp's first row
+    CUTE_UNROLL
+    for (int p = 0; p < kPairs; ++p) {
+      CUTE_UNROLL
+      for (int i = 0; i < 2; ++i) from[p][i] = address(first_row_, channels_[p][i]);
+      to[p] = address(first_row_, 64 * p + 2 * lane_);
+    }
     CUTE_NO_UNROLL
-    for (unsigned first = first_row_; first < first_row_ + kWarpRows; first += kRows) {
-      uint32_t pairs[kRows][kPairs];
+    for (unsigned row = 0; row < 8; ++row) {
+      uint32_t pairs[2][kPairs];
       auto for_each = [&](auto&& f) {
         CUTE_UNROLL
-        for (int r = 0; r < kRows; ++r) {
+        for (int r = 0; r < 2; ++r) {
           CUTE_UNROLL
-          for (int p = 0; p < kPairs; ++p) f(first + r, p, pairs[r][p]);
+          for (int p = 0; p < kPairs; ++p) f(r * kEightRowsBytes, p, pairs[r][p]);
         }
       };
-      for_each([&](unsigned row, int p, uint32_t& pair) {
-        pair = ptx::load_shared_u16(address(row, channels_[p][0])) | ptx::load_shared_u16(address(row, channels_[p][1]))
-                                                                         << 16;
+      for_each([&](uint32_t further, int p, uint32_t& pair) {
+        pair = ptx::load_shared_u16((from[p][0] ^ row_bits(row)) + further) |
+               ptx::load_shared_u16((from[p][1] ^ row_bits(row)) + further) << 16;
         pair = Traits::kIsHalf ? ptx::multiply_halves(pair, signs) : ptx::multiply_bfloats(pair, signs);
       });
       __syncwarp();
-      for_each([&](unsigned row, int p, uint32_t& pair) {
-        cutlass::arch::shared_store<4>(address(row, 64 * p + 2 * lane_), &pair);
+      for_each([&](uint32_t further, int p, uint32_t& pair) {
+        cutlass::arch::shared_store<4>((to[p] ^ row_bits(row)) + further, &pair);
       });
     }
   }

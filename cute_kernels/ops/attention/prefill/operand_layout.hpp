@@ -8,7 +8,8 @@
 // OperandLayout<TileFormat> has
 //   position_of_column, row_of_token       channel position of a column of K, token position of a column of V^T or of S; row of K
 //                                          of a token position: the column of V^T that has it
-//   row_of_channel, channel_of_row         row of V^T of a channel position, and back
+//   row_of_channel, channel_of_row         row of V^T of a channel position, and back: 8 channels are 8 rows apart
+//   kTokenRowsApart                        rows of K between token positions that are 8 apart, in a block of 16
 //   lane_row, lane_column, kUnitsApart     of a lane in a block of 16 rows x 64 columns: the position of its first row, 8
 //                                          before the other one; its first column; units from there to its second unit.
 //                                          Positions of its columns are those of the first one and of the distance, added.
@@ -21,7 +22,26 @@
 
 namespace cute_kernels::attention::prefill {
 
-inline constexpr unsigned kUnitColumns = 8, kUnitBytes = 16;
+inline constexpr unsigned kUnitColumns = 8, kUnitBytes = 16, kStageRowBytes = 128;
+
+// The address of an element in row r, from that of its column's element in row 0, is of these bits of r an exclusive or,
+// and 8 rows further on such a distance more.
+inline constexpr unsigned kEightRowsBytes = 8 * kStageRowBytes;
+CUTE_HOST_DEVICE constexpr uint32_t row_bits(unsigned row) { return row % 8 * (kStageRowBytes + kUnitBytes); }
+
+// That of an element some rows further on, from a row whose number has none of the bits of rows % 8.
+CUTE_HOST_DEVICE constexpr uint32_t rows_on(uint32_t address, unsigned rows) {
+  return (address ^ row_bits(rows)) + rows / 8 * kEightRowsBytes;
+}
+
+// Whether rows of the first two swizzled atoms are there, by offsets of elements of 16 bits.
+template <class Offsets>
+constexpr bool finds_rows(Offsets offsets, unsigned columns) {
+  for (unsigned row = 0; row < 16; ++row)
+    for (unsigned column = 0; column < columns; column += kUnitColumns)
+      if (2 * offsets(row, column) != rows_on(2 * offsets(0u, column), row)) return false;
+  return true;
+}
 
 template <class TileFormat>
 struct OperandLayout;
@@ -34,7 +54,7 @@ struct OperandLayout;
 // A quarter of a warp has two rows of 4 units.
 template <>
 struct OperandLayout<format::BitmapTile> {
-  static constexpr unsigned kBlockColumns = 64, kUnitsApart = 4;
+  static constexpr unsigned kBlockColumns = 64, kUnitsApart = 4, kTokenRowsApart = 1;
 
   CUTE_HOST_DEVICE static constexpr unsigned position_of_column(unsigned column) {
     unsigned block = column / kBlockColumns * kBlockColumns, unit = column % kBlockColumns / kUnitColumns;
@@ -59,7 +79,7 @@ struct OperandLayout<format::BitmapTile> {
 // The order of the format, which is that of memory. A quarter of a warp has 8 rows of one unit.
 template <>
 struct OperandLayout<format::TwoOfFourTile> {
-  static constexpr unsigned kUnitsApart = 1;
+  static constexpr unsigned kUnitsApart = 1, kTokenRowsApart = 8;
 
   CUTE_HOST_DEVICE static constexpr unsigned position_of_column(unsigned column) {
     return format::TwoOfFourTile::position_of_column(column);
@@ -80,7 +100,7 @@ struct OperandLayout<format::TwoOfFourTile> {
 // A quarter of a warp has two rows of 4 units.
 template <>
 struct OperandLayout<format::TwoOfFourBitmapTile> {
-  static constexpr unsigned kBlockColumns = 64, kUnitsApart = 4;
+  static constexpr unsigned kBlockColumns = 64, kUnitsApart = 4, kTokenRowsApart = 16;
 
   CUTE_HOST_DEVICE static constexpr unsigned position_of_column(unsigned column) {
     unsigned block = column / kBlockColumns * kBlockColumns, unit = column % kBlockColumns / kUnitColumns;
@@ -108,6 +128,13 @@ constexpr bool is_consistent() {
   for (unsigned i = 0; i < format::kTileTokens; ++i)
     if (Order::position_of_column(Order::row_of_token(i)) != i || Order::channel_of_row(Order::row_of_channel(i)) != i)
       return false;
+  for (unsigned i = 0; i + 8 < format::kTileTokens; ++i) {
+    unsigned row = Order::row_of_token(i);
+    if (Order::row_of_channel(i + 8) != Order::row_of_channel(i) + 8) return false;
+    if (i % 16 < 8 &&
+        (Order::row_of_token(i + 8) != row + Order::kTokenRowsApart || (row & Order::kTokenRowsApart % 8) != 0))
+      return false;
+  }
   return true;
 }
 

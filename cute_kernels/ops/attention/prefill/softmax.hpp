@@ -54,7 +54,7 @@ class Softmax {
 
   CUTE_DEVICE float factor(int j) const { return factor_[j]; }
 
-  // Of all tokens. row_sum is 0, and the log-sum-exp -infinity, where none has been seen.
+  // Of all tokens. row_sum is 0 where none has been seen.
   CUTE_DEVICE void finish() {
     CUTE_UNROLL
     for (int j = 0; j < 2; ++j) {
@@ -63,9 +63,11 @@ class Softmax {
     }
   }
   CUTE_DEVICE float row_sum(int j) const { return sum_[j]; }
-  CUTE_DEVICE float log_sum_exp(int j) const {
+  CUTE_DEVICE float row_max(int j) const { return max_[j]; }
+  // -infinity where no token has been seen.
+  CUTE_DEVICE static float log_sum_exp(float row_max, float row_sum) {
     constexpr float kLn2 = 0.693147180559945f;
-    return sum_[j] == 0 ? -INFINITY : (max_[j] + log2f(sum_[j])) * kLn2;
+    return row_sum == 0 ? -INFINITY : (row_max + ptx::log2_approximate(row_sum)) * kLn2;
   }
 
  private:

@@ -12,6 +12,8 @@
 
 #include <cutlass/arch/barrier.h>
 
+#include <cute/arch/cluster_sm90.hpp>
+
 #include "cute_kernels/common/prefetch_params.hpp"
 #include "cute_kernels/ops/attention/prefill/traits.hpp"
 #include "cute_kernels/ops/attention/prefill/work_tile.hpp"
@@ -20,8 +22,9 @@
 namespace cute_kernels::attention::prefill {
 
 inline constexpr int kMaxBlockStages = 8;  // of a decoder
-// Of a decoder's warps: one loads blocks, another hands operands over.
-inline constexpr int kLoadingWarp = 0, kFillingWarp = 1;
+// Of a decoder's warps one loads blocks, and another hands operands over. Those of two decoders are of different schedulers.
+CUTE_DEVICE int loading_warp(int decoder) { return decoder % kWarpgroupWarps; }
+CUTE_DEVICE int filling_warp(unsigned operand) { return (operand + 1) % kWarpgroupWarps; }
 
 // An operand of a step; numbers as above.
 template <class Traits>
@@ -58,6 +61,13 @@ struct alignas(16) BlockSource {
 // Of the threads of a warpgroup.
 CUTE_DEVICE void sync_warpgroup() { pipeline::sync_worker(threadIdx.x / kWarpgroupThreads, kWarpgroupThreads); }
 
+// Of all threads of a cluster.
+CUTE_DEVICE void sync_whole_cluster() {
+  ptx::compiler_fence();  // the library's barrier does not say that it orders memory
+  cute::cluster_sync();
+  ptx::compiler_fence();
+}
+
 // Operands are decoded by the decoders of all CTAs of a cluster in turn.
 template <class Traits>
 CUTE_DEVICE unsigned decoding_cta(unsigned operand) {
@@ -90,6 +100,14 @@ struct Storage {
   cutlass::arch::ClusterTransactionBarrier operand_full[Traits::kBarriers];  // an arrival for each operand
   cutlass::arch::ClusterBarrier operand_empty[Traits::kBarriers];            // of every consuming warp
 
+  // Where O of a row of the consumer goes, with its log-sum-exp behind it: 8 rows of a warp at a time, or all of them, where
+  // no consumer needs q and stages any longer.
+  CUTE_DEVICE float* out_rows(int consumer, int row, bool all) {
+    static_assert(sizeof(buffer) + sizeof(stages) >= Traits::kRows * kOutStride * sizeof(float));
+    if (all) return reinterpret_cast<float*>(this) + (consumer * kConsumerRows + row) * kOutStride;
+    return buffer[consumer].out[row / 16][0];
+  }
+
   // With one thread.
   CUTE_DEVICE void init_barriers() {
     for (int decoder = 0; decoder < Traits::kDecoders; ++decoder)
@@ -115,7 +133,7 @@ struct Storage {
     ptx::compiler_fence();
     cutlass::arch::fence_view_async_shared();
     sync_warpgroup();
-    if (threadIdx.x % kWarpgroupThreads != 32 * kFillingWarp) return;
+    if (threadIdx.x % kWarpgroupThreads != 32 * filling_warp(number)) return;
     operand_full[barrier_of(number)].arrive();
     if constexpr (Traits::kClusterCtas > 1) copy_to_cta(number, exists, with_order, cute::block_rank_in_cluster() ^ 1);
   }

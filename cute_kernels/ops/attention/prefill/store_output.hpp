@@ -3,6 +3,7 @@
 
 #include "cute_kernels/common/pack_halves.hpp"
 #include "cute_kernels/ops/attention/prefill/channel_scales.hpp"
+#include "cute_kernels/ops/attention/prefill/merge_splits.hpp"
 #include "cute_kernels/ops/attention/prefill/softmax.hpp"
 
 namespace cute_kernels::attention::prefill {
@@ -18,7 +19,7 @@ class OutputStore {
         storage_(storage),
         scales_(params, work_tile, storage, consumer),
         consumer_(consumer),
-        warp_(threadIdx.x % kWarpgroupThreads / 32),
+        warp_(__shfl_sync(~0u, threadIdx.x % kWarpgroupThreads / 32, 0)),
         lane_(threadIdx.x % 32) {}
 
   // Where channels are in O, in two halves, so that what is loaded need not be waited for at once. With all threads of the
@@ -35,39 +36,19 @@ class OutputStore {
   // With all threads of the consumer, after all have read q.
   template <class FragmentO, class SoftmaxOfRows>
   CUTE_DEVICE void run(FragmentO const& tCrO /* ((2,2,D/8),1,1) */, SoftmaxOfRows const& softmax) {
-    auto& rows = storage_.buffer[consumer_].out[warp_];
-    bool partial = params_.partial_lse != nullptr;
-    // The split is needed here alone: not held on to through the loop.
-    int64_t first_of_split = partial ? storage_.work_tile.split * params_.all_rows() : 0;
-    QueryRows queries = work_tile_.queries(params_);
-    float* lse = partial ? params_.partial_lse : params_.lse;
+    bool merges = Traits::kMayMerge && params_.merges;
     CUTE_NO_UNROLL
-    for (int j = 0; j < 2; ++j) {
-      auto of_row = [&](auto&& number) { return j == 0 ? number(0) : number(1); };
-      float sum = of_row([&](int j) { return softmax.row_sum(j); });
-      float factor = sum == 0 ? 0 : ptx::reciprocal_approximate(sum);
-      CUTE_UNROLL
-      for (int n = 0; n < size<0, 2>(tCrO); ++n) {
-        float2 pair;
-        pair.x = of_row([&](int j) { return tCrO(make_coord(0, j, n), 0, 0); }) * factor;
-        pair.y = of_row([&](int j) { return tCrO(make_coord(1, j, n), 0, 0); }) * factor;
-        *reinterpret_cast<float2*>(&rows[lane_ / 4][8 * n + 2 * (lane_ % 4)]) = pair;
+    for (int j = 0; j < (merges ? 3 : 2); ++j) {
+      int first = 16 * warp_ + kOutRows * j, count = kOutRows;  // of the consumer's rows
+      if (j < 2) normalize(tCrO, softmax, j, storage_.out_rows(consumer_, first, merges));
+      if (merges) {
+        if (j < 2) continue;
+        sync_whole_cluster();
+        SplitMerge<Traits> merge(storage_.out_rows(consumer_, 0, merges), params_.splits.divisor, warp_);
+        merge.run();
+        first = merge.first_row(), count = merge.count();
       }
-      __syncwarp();
-      int first = consumer_ * kConsumerRows + 16 * warp_ + 8 * j;  // in the work tile
-      float log_sum_exp = of_row([&](int j) { return softmax.log_sum_exp(j); });
-      // Of the 8 rows, one a lane.
-      int64_t row_of_lane = first_of_split + work_tile_.output_row(params_, queries, first + lane_ % 8);
-      constexpr int kRowVectors = Traits::kHeadDim / kVector;
-      CUTE_NO_UNROLL
-      for (int i = lane_; i < 8 * kRowVectors; i += 32) {
-        int row = i / kRowVectors, channel = i % kRowVectors * kVector;
-        float lse_of_row = __shfl_sync(~0u, log_sum_exp, 4 * row);
-        int64_t to = __shfl_sync(~0u, row_of_lane, row);
-        if (first + row >= work_tile_.rows) continue;
-        if (lse && channel == 0) lse[to] = lse_of_row;
-        if (channel < params_.values.head_dim) store_vector(rows[row], channel, partial, to);
-      }
+      store_rows(storage_.out_rows(consumer_, first, merges), consumer_ * kConsumerRows + first, count);
       __syncwarp();
     }
   }
@@ -78,6 +59,7 @@ class OutputStore {
   Storage<Traits>& storage_;
   ChannelScales<Traits> scales_;
   int consumer_, warp_, lane_;
+  static constexpr int kOutRows = Storage<Traits>::kOutRows, kOutStride = Storage<Traits>::kOutStride;
   static constexpr int kThreadColumns = (Traits::kHeadDim + kWarpgroupThreads - 1) / kWarpgroupThreads;
   unsigned channels_[kThreadColumns];
 
@@ -90,11 +72,53 @@ class OutputStore {
     }
   }
 
-  // O of a row, by column; to: of the rows of the output.
-  CUTE_DEVICE void store_vector(float const* row, int channel, bool partial, int64_t to) const {
+  // O of the warp's first 8 rows (j: 0) or the others to shared memory, and behind each its log-sum-exp.
+  template <class FragmentO, class SoftmaxOfRows>
+  CUTE_DEVICE void normalize(FragmentO const& tCrO, SoftmaxOfRows const& softmax, int j, float* rows) const {
+    float* row = rows + lane_ / 4 * kOutStride;
+    auto of_row = [&](auto&& number) { return j == 0 ? number(0) : number(1); };
+    float sum = of_row([&](int j) { return softmax.row_sum(j); });
+    float factor = sum == 0 ? 0 : ptx::reciprocal_approximate(sum);
+    CUTE_UNROLL
+    for (int n = 0; n < size<0, 2>(tCrO); ++n) {
+      float2 pair;
+      pair.x = of_row([&](int j) { return tCrO(make_coord(0, j, n), 0, 0); }) * factor;
+      pair.y = of_row([&](int j) { return tCrO(make_coord(1, j, n), 0, 0); }) * factor;
+      *reinterpret_cast<float2*>(row + 8 * n + 2 * (lane_ % 4)) = pair;
+    }
+    float max = of_row([&](int j) { return softmax.row_max(j); });
+    if (lane_ % 4 == 0) row[Traits::kHeadDim] = SoftmaxOfRows::log_sum_exp(max, sum);
+    __syncwarp();
+  }
+
+  // The first `count` of 8 rows, from `first` of the work tile on: O by column, and behind it the log-sum-exp.
+  CUTE_DEVICE void store_rows(float const* rows, int first, int count) const {
+    bool partial = params_.partial_lse != nullptr;
+    // The split is needed here alone: not held on to through the loop.
+    int64_t first_of_split = partial ? storage_.work_tile.split * params_.all_rows() : 0;
+    QueryRows queries = work_tile_.queries(params_);
+    float* lse = partial ? params_.partial_lse : params_.lse;
+    count = min(count, work_tile_.rows - first);
+    // A lane of every quad has one of the rows.
+    int64_t row_of_lane = first_of_split + work_tile_.output_row(params_, queries, first + lane_ / 4);
+    if (lse && lane_ % 4 == 0 && lane_ / 4 < count) lse[row_of_lane] = rows[lane_ / 4 * kOutStride + Traits::kHeadDim];
+    // A lane has the same channels of every row.
+    constexpr int kRowVectors = Traits::kHeadDim / kVector, kRowsAtOnce = 32 / kRowVectors;
+    int channel = lane_ % kRowVectors * kVector;
+    bool in_row = channel < params_.values.head_dim;
     alignas(8) uint8_t columns[kVector];
     *reinterpret_cast<uint2*>(columns) =
         *reinterpret_cast<uint2 const*>(storage_.column_of_channel[consumer_] + channel);
+    CUTE_NO_UNROLL
+    for (int row = lane_ / kRowVectors; row < kOutRows; row += kRowsAtOnce) {
+      int64_t to = __shfl_sync(~0u, row_of_lane, 4 * row);
+      if (in_row && row < count) store_vector(rows + row * kOutStride, columns, channel, partial, to);
+    }
+  }
+
+  // row: O, by column, of which the vector has `columns`; to: of the rows of the output.
+  CUTE_DEVICE void store_vector(float const* row, uint8_t const (&columns)[kVector], int channel, bool partial,
+                                int64_t to) const {
     cutlass::Array<float, kVector> vector;
     CUTE_UNROLL
     for (int i = 0; i < kVector; ++i) vector[i] = row[columns[i]];

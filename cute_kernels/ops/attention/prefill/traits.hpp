@@ -38,6 +38,7 @@ struct Traits {
   static constexpr int kConsumers = kConsumers_;
   static constexpr int kClusterCtas = kClusterCtas_;
   static constexpr int kRows = kConsumers * kConsumerRows;  // query rows of a CTA
+  static constexpr bool kMayMerge = kClusterCtas == 1;  // a cluster's CTAs may have the splits of a work tile instead
 
   // Q in registers, where there is room for it, spares shared memory a fourth of its reads.
   static constexpr bool kQueriesInRegisters = kHeadDim < 256;
@@ -57,6 +58,8 @@ struct Traits {
   // Offsets of elements from a buffer's start; the layouts above are swizzled by address.
   template <class SmemLayout>
   using Offsets = decltype(as_position_independent_swizzle_layout(SmemLayout{}));
+  static_assert(finds_rows(Offsets<SmemLayoutQ>{}, kHeadDim) && finds_rows(Offsets<SmemLayoutK>{}, kHeadDim) &&
+                finds_rows(Offsets<SmemLayoutV>{}, kTokens));
   static constexpr int kStageElements = kTokens * kHeadDim;
   using Order = OperandLayout<TileFormat>;
   static_assert(is_consistent<TileFormat>());

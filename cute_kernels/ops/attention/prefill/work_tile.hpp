@@ -1,6 +1,7 @@
 // What a CTA has: a block of query rows of a KV head, and a split of the tokens that they see.
 #pragma once
 
+#include "cute_kernels/common/ptx.hpp"
 #include "cute_kernels/ops/attention/prefill/params.hpp"
 
 namespace cute_kernels::attention::prefill {
@@ -23,10 +24,12 @@ struct QueryRows {
   }
 
   CUTE_DEVICE void find(Params const& params, int row, int& head, int& token) const {
-    if (params.packed.starts)
-      head = row / tokens, token = row - head * tokens;
-    else
-      params.query_tokens(head, token, row);
+    if (!params.packed.starts) return params.query_tokens(head, token, row);
+    // A quotient below 2^22, off by one at most: less code than a division.
+    head = static_cast<int>(static_cast<float>(row) * ptx::reciprocal_approximate(static_cast<float>(tokens)));
+    token = row - head * tokens;
+    if (token < 0) --head, token += tokens;
+    if (token >= tokens) ++head, token -= tokens;
   }
 };
 
@@ -40,15 +43,15 @@ class WorkTile {
 
   // Of this CTA. rows_of_cta: its most query rows; cluster_ctas: CTAs that have the same KV tiles.
   CUTE_DEVICE void look_up(Params const& params, int rows_of_cta, int cluster_ctas) {
-    int head, block, of_head;
-    params.row_blocks(head, block, blockIdx.x);
-    params.splits(of_head, split, head);
-    params.kv_heads(row, kv_head, of_head);
+    int head, block, of_head, cta = blockIdx.x % cluster_ctas;
+    params.splits(of_head, split, blockIdx.x / cluster_ctas);
+    params.row_blocks(head, block, of_head);
+    params.kv_heads(row, kv_head, head);
     block = params.row_blocks.divisor - 1 - block;  // with causality, those that see most come first
     QueryRows queries(params, row);
-    first_row = block * rows_of_cta;
+    int cluster_row = block * cluster_ctas * rows_of_cta;
+    first_row = cluster_row + cta * rows_of_cta;
     rows = max(0, min(rows_of_cta, queries.rows - first_row));
-    int cluster_row = block / cluster_ctas * cluster_ctas * rows_of_cta;
     int cluster_rows = min(cluster_ctas * rows_of_cta, queries.rows - cluster_row);
     of_absent_rows_ = cluster_rows <= 0;
     if (of_absent_rows_) return;
@@ -65,8 +68,10 @@ class WorkTile {
     full_window_tiles_ = seen(params, queries, oldest_query, true) / format::kTileTokens;
     full_tiles_ = seen(params, queries, oldest_query, false) / format::kTileTokens;
     int tiles = window_tiles_ + tiles_of(seen(params, queries, newest_query, false));
-    begin = static_cast<int>(int64_t{tiles} * split / params.splits.divisor);
-    end = static_cast<int>(int64_t{tiles} * (split + 1) / params.splits.divisor);
+    int of_each, left;  // the first splits have one of those left over
+    params.splits(of_each, left, tiles);
+    begin = split * of_each + min(split, left);
+    end = begin + of_each + (split < left);
   }
 
   CUTE_DEVICE KvTile kv_tile(int index) const {
