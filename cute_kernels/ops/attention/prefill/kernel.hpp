@@ -41,8 +41,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) prefill_kernel(CUTE_GRID_
     if (merges) sync_whole_cluster();  // as consumers do when they have their results
   }
   // No CTA ends while another arrives at its barriers or reads its results.
-  if (Traits::kClusterCtas > 1 || merges) {
-    cute::cluster_arrive_relaxed();
+  if constexpr (Traits::kClusterCtas > 1) {
+    sync_whole_cluster();  // arrivals elsewhere are to be over
+  } else if (merges) {
+    cute::cluster_arrive_relaxed();  // what has been read is there
     cute::cluster_wait();
   }
 }
