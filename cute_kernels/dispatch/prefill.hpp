@@ -118,7 +118,7 @@ void run_prefill(attention::Problem const& problem, Workspace const& workspace, 
                         : keys.tokens;
   int tiles = static_cast<int>((longest + problem.window.tokens + format::kTileTokens - 1) / format::kTileTokens);
   int most = problem.num_splits > 0 ? problem.num_splits : kMaxPrefillSplits;
-  // In clusters, if all of them run at a time; larger ones take longer to start.
+  // In clusters, if all of them run at a time; larger ones are no faster than the kernel that merges.
   auto merges = [&](int splits) {
     return variant.cluster_ctas == 1 && splits > 1 && splits <= pipeline::kPortableCluster &&
            ctas <= device.max_clusters[splits];
