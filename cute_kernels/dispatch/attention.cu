@@ -26,8 +26,7 @@ void check_window(attention::Window const& window) {
 WindowAccess window_access(attention::Problem const& problem) {
   attention::Window const& window = problem.window;
   int head_dim = problem.keys.head_dim;
-  bool vectorized = head_dim % 8 == 0 && in_vectors(window.keys, window.key_strides) &&
-                    in_vectors(window.values, window.value_strides);
+  bool vectorized = head_dim % 8 == 0 && in_vectors(window);
   bool contiguous = window.key_strides[2] == head_dim && window.value_strides[2] == head_dim;
   return {vectorized, vectorized && contiguous};
 }

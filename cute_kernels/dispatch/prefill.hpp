@@ -104,6 +104,7 @@ void run_prefill(attention::Problem const& problem, Workspace const& workspace, 
   params.zero_masked = problem.lengths && !keys.pages.table;  // sequences in pages end with a tile
 
   params.q_vectorized = in_vectors(problem.q, problem.q_strides);
+  params.window_vectorized = in_vectors(problem.window);
   prefill::Limits limits = Launcher::limits(keys, variant);
   params.block_stages = prefill_stages(limits, params.stage_bytes, device);
 

@@ -85,11 +85,15 @@ def check(
         keys, values = (ck.compress(x, role=role, **options) for x, role in ((k, "key"), (v, "value")))
     scale = head_dim**-0.5 if scale is None else scale
     out, lse = attend(backend, q, keys, values, dense, seq_lens, scale=scale, causal=causal, num_splits=num_splits)
-    expected, expected_lse = oracle.attention(q, exact(keys), exact(values), scale, dense, seq_lens, causal)
+    expected = oracle.attention(q, exact(keys), exact(values), scale, dense, seq_lens, causal)
+    compare_stored(out, lse, *expected, stored, q, keys, scale)
+
+
+def compare_stored(out, lse, expected, expected_lse, stored: Stored, q, keys, scale) -> None:
     if stored.codec is None:
-        compare(out, lse, expected, expected_lse, dtype)
+        compare(out, lse, expected, expected_lse, q.dtype)
         return
-    assert oracle.relative_error(out, expected) <= TOLERANCE[dtype]
+    assert oracle.relative_error(out, expected) <= TOLERANCE[q.dtype]
     # Numbers or queries times scales are rounded to fp16: terms of random signs move a logit by so much.
     moved = 2**-10 * float(oracle.qk(q.double() ** 2, exact(keys).nan_to_num() ** 2, scale**2).sqrt().max())
     torch.testing.assert_close(lse.double().cpu(), expected_lse, atol=2e-3 + moved, rtol=1e-3)
@@ -104,6 +108,43 @@ def test_blocks_of_query_rows(backend, rows, head_dim, stored, rng):
     groups = rng.choice([1, 2, 7])
     check(backend, stored, kv_heads=1, groups=groups, queries=-(-rows // groups), causal=False, **arguments)
     check(backend, stored, kv_heads=1, groups=1, queries=rows, window=rng.choice([None, 30]), **arguments)
+
+
+def lay_out(x: torch.Tensor, layout: str) -> torch.Tensor:
+    """The same elements elsewhere: heads between tokens, rows of an odd address, or such whose distance is odd."""
+    if layout == "heads between":
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    if layout == "odd address":
+        return torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)[1:].view(x.shape).copy_(x)
+    if layout == "odd distance":
+        return torch.empty(*x.shape[:3], x.shape[3] + 1, dtype=x.dtype, device=x.device)[..., :-1].copy_(x)
+    return x
+
+
+@pytest.mark.parametrize("stored", [Stored("magnitude", None), *STORED], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+@pytest.mark.parametrize("layout", ["contiguous", "heads between", "odd address", "odd distance"])
+def test_windows_of_any_layout(backend, layout, head_dim, stored, rng):
+    """Of less than a tile, of whole ones and of several."""
+    dtype, causal = rng.choice(oracle.DTYPES), rng.choice([True, False])
+    k, v = (oracle.gaussian(2, 2, 130, head_dim, dtype=dtype).to(backend.device) for _ in range(2))
+    keys, values = stored.compress_kv(k, v)
+    for tokens in (rng.randint(1, 63), rng.choice([64, 128]), rng.randint(129, 300)):
+        q = oracle.gaussian(2, 6, 30, head_dim, dtype=dtype)
+        window = tuple(oracle.gaussian(2, 2, tokens, head_dim, dtype=dtype) for _ in range(2))
+        out, lse = ck.sparse_attention(
+            q.to(backend.device),
+            keys,
+            values,
+            window=tuple(lay_out(x.to(backend.device), layout) for x in window),
+            causal=causal,
+            num_splits=rng.choice([None, 1, 3]),
+            return_lse=True,
+            backend=backend.name,
+        )
+        scale = head_dim**-0.5
+        expected = oracle.attention(q, exact(keys), exact(values), scale, window, None, causal)
+        compare_stored(out, lse, *expected, stored, q, keys, scale)
 
 
 @each_stored

@@ -5,6 +5,7 @@
 
 #include "cute_kernels/ops/attention/prefill/block_loader.hpp"
 #include "cute_kernels/ops/attention/prefill/lane_units.hpp"
+#include "cute_kernels/ops/attention/prefill/window_copy.hpp"
 
 namespace cute_kernels::attention::prefill {
 
@@ -39,6 +40,7 @@ class TileDecoder {
     BlockLoader<Traits> loader(params_, work_tile_, storage_, decoder_);
     int tiles = work_tile_.end - work_tile_.begin, operands = Operand<Traits>::count(tiles);
     int ahead = params_.block_stages, stage = 0, phase = 1;  // stages of blocks
+    prefetch_window();
     // As many steps as there are stages load a block and decode none.
     int index = -ahead;
     CUTE_NO_UNROLL
@@ -71,14 +73,32 @@ class TileDecoder {
 
   static constexpr int kStageBytes = Traits::kStageElements * sizeof(Element);
 
+  // Tiles of the window come first: while blocks are looked up, they are on their way.
+  CUTE_DEVICE void prefetch_window() const {
+    CUTE_NO_UNROLL
+    for (int number = first_operand_; number < 2 * (window_tiles_ + Traits::kValuesLag);
+         number += kOperandStep<Traits>) {
+      Operand<Traits> operand(number);
+      if (operand.exists(window_tiles_)) window_copy(operand).prefetch(window_token(operand));
+    }
+  }
+
   // parity: of the decoder's operands.
   CUTE_DEVICE void decode(Operand<Traits> operand, BlockStage const& from, int stage, int parity, bool with_order) {
     if (operand.tile < window_tiles_)
-      copy_window_tile(operand.is_value, work_tile_.kv_tile(work_tile_.begin + operand.tile).first_token, stage);
+      window_copy(operand).run(window_token(operand), stages_ + stage * kStageBytes);
     else if (operand.is_value)
       decode_values(from, operand.tile - window_tiles_, stage);
     else
       decode_keys(from, stage, parity, with_order);
+  }
+
+  CUTE_DEVICE WindowCopy<Traits> window_copy(Operand<Traits> operand) const {
+    return {params_, work_tile_, storage_, decoder_, operand.is_value};
+  }
+  // The first of a window tile.
+  CUTE_DEVICE int window_token(Operand<Traits> operand) const {
+    return work_tile_.kv_tile(work_tile_.begin + operand.tile).first_token;
   }
 
   // Shared-memory address of an element of an operand stage.
@@ -179,47 +199,6 @@ class TileDecoder {
       }
     }
     if constexpr (Traits::kDecodesOwn) f(typename Traits::OwnCodec{});
-  }
-
-  // Dense tokens, 8 elements at a time: keys in the order of the compressed keys' channels, values in that of theirs.
-  // Zeros beyond the last.
-  CUTE_DEVICE void copy_window_tile(bool is_value, int first_token, int stage) {
-    format::SparseView const& view = is_value ? params_.values : params_.keys;
-    int64_t const* strides = is_value ? params_.window.value_strides : params_.window.key_strides;
-    auto const* from = static_cast<uint16_t const*>(is_value ? params_.window.values : params_.window.keys) +
-                       work_tile_.sequence * strides[0] + work_tile_.kv_head * strides[1] + first_token * strides[2];
-    uint8_t const* channel_order = view.channel_order_of(work_tile_.sequence, work_tile_.kv_head);
-    uint16_t const* channel_scales = view.channel_scale_of(work_tile_.sequence, work_tile_.kv_head);
-    int tokens = work_tile_.window_tokens - first_token;
-    constexpr int kKeyUnits = Traits::kHeadDim / kUnitColumns;  // of a row
-    CUTE_NO_UNROLL
-    for (int i = threadIdx.x % kWarpgroupThreads; i < Traits::kStageElements / kUnitColumns; i += kWarpgroupThreads) {
-      int row = is_value ? i % Traits::kHeadDim : i / kKeyUnits;
-      int column = (is_value ? i / Traits::kHeadDim : i % kKeyUnits) * kUnitColumns;
-      uint32_t to = is_value ? value_address(stage, row, column) : key_address(stage, row, column);
-      alignas(16) uint16_t elements[kUnitColumns];
-      CUTE_UNROLL
-      for (int j = 0; j < kUnitColumns; ++j) {
-        int token = is_value ? column + j : row;
-        int position = is_value ? Order::channel_of_row(row) : Order::position_of_column(column + j);
-        int channel = __ldg(channel_order + position);
-        elements[j] = 0;
-        if (token >= tokens || channel >= view.head_dim) continue;
-        elements[j] = from[token * strides[2] + channel];
-        if constexpr (Traits::kDecodesNarrow)
-          if (channel_scales) elements[j] = relative_to(__ldg(channel_scales + position), elements[j]);
-      }
-      cutlass::arch::shared_store<16>(to, elements);
-    }
-  }
-
-  // Bits of an element of the cache's dtype, divided by its channel's scale as compressed ones are, as fp16: no larger than
-  // its largest number unless infinite.
-  CUTE_DEVICE uint16_t relative_to(uint16_t channel_scale, uint16_t bits) const {
-    constexpr float kLargest = 65504;
-    float x = from_half_bits(bits, params_.keys.dtype), relative = x / format::scale_value(channel_scale);
-    if (fabsf(relative) > kLargest && isfinite(x)) relative = copysignf(kLargest, x);
-    return half_t(relative).raw();
   }
 };
 

@@ -1,6 +1,7 @@
 // Definitions behind launch.hpp, included by the instantiations only.
 #pragma once
 
+#include "cute_kernels/common/device.hpp"
 #include "cute_kernels/ops/attention/prefill/kernel.hpp"
 #include "cute_kernels/pipeline/launch.hpp"
 
@@ -41,7 +42,8 @@ void Launcher<kHeadDim, Codecs>::launch(Params const& params, Variant variant, i
     pipeline::Config config{};
     config.ctas = ctas;
     config.cluster = params.merges ? params.splits.divisor : T::kClusterCtas;
-    pipeline::launch_clusters(prefill_kernel<T>, params, config, T::kThreads, shared_bytes, false, stream);
+    config.programmatic_launch = current_device().programmatic_launch;
+    pipeline::launch_clusters(prefill_kernel<T>, params, config, T::kThreads, shared_bytes, true, stream);
   });
 }
 

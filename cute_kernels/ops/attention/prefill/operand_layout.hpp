@@ -43,6 +43,17 @@ constexpr bool finds_rows(Offsets offsets, unsigned columns) {
   return true;
 }
 
+// Whether the offset of an element is that of its row in column 0 and that of its column in row 0 by an exclusive or. Of
+// some rows and columns: compilers do not evaluate without limit.
+template <class Offsets>
+constexpr bool is_linear(Offsets offsets, unsigned rows, unsigned columns) {
+  auto next = [](unsigned i) { return i < 8 ? i + 1 : i + i / 4; };
+  for (unsigned row = 0; row < rows; row = next(row))
+    for (unsigned column = 0; column < columns; column = next(column))
+      if (offsets(row, column) != (offsets(row, 0u) ^ offsets(0u, column))) return false;
+  return true;
+}
+
 template <class TileFormat>
 struct OperandLayout;
 

@@ -18,6 +18,7 @@ struct Params : Problem {
   bool merges;                       // the CTAs of a cluster have all splits of a work tile, and merge them
   cutlass::FastDivmod kv_heads;      // of the keys
   bool q_vectorized;                 // rows of q may be read 16 bytes at a time
+  bool window_vectorized;            // so may those of the window
   bool separate_orders;              // keys and values were not compressed together: each has its token order
   bool zero_masked;                  // sequences may end within a tile whose further tokens are stored
   int block_stages, stage_bytes;     // of a decoder

@@ -74,6 +74,13 @@ CUTE_DEVICE unsigned decoding_cta(unsigned operand) {
   return operand / Traits::kDecoders % Traits::kClusterCtas;
 }
 
+// Where elements of a channel go that a decoder copies from the window, and what they are multiplied by.
+template <class Traits>
+struct WindowPlaces {
+  alignas(16) uint16_t offset[Traits::kHeadDim];  // bytes, of its element of token 0 in an operand stage
+  float inverse_scale[Traits::kDecodesNarrow ? Traits::kHeadDim : 0];
+};
+
 template <class Traits>
 struct Storage {
   using Element = typename Traits::Element;
@@ -89,6 +96,7 @@ struct Storage {
   alignas(1024) Element stages[Traits::kStages][Traits::kStageElements];
   alignas(16) uint8_t token_order[Traits::kStages][format::kTileTokens];  // of keys: token_position -> token
   uint8_t positions[Traits::kDecoders][2][format::kTileTokens];           // of values: token -> token_position
+  WindowPlaces<Traits> window_places[Traits::kDecoders];
   // Of consumers, if any codec has scales: those of the channels of keys and of values, and of the rows of S.
   alignas(16) float channel_scales[Traits::kDecodesNarrow ? Traits::kConsumers : 0][2][Traits::kHeadDim];
   float row_scale[Traits::kDecodesNarrow ? Traits::kConsumers : 0][kConsumerRows];

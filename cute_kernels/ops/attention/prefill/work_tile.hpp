@@ -12,6 +12,9 @@ struct KvTile {
   int first_token;
 };
 
+// How much longer a CTA takes to begin with the window than with compressed tokens, in KV tiles, as measured.
+inline constexpr int kTilesWindowIsLate = 4;
+
 // The query rows of a KV head: its group's query heads, one after the other, with all query tokens of the batch row.
 struct QueryRows {
   int first_token, tokens;  // in q and out
@@ -70,8 +73,11 @@ class WorkTile {
     int tiles = window_tiles_ + tiles_of(seen(params, queries, newest_query, false));
     int of_each, left;  // the first splits have one of those left over
     params.splits(of_each, left, tiles);
-    begin = split * of_each + min(split, left);
-    end = begin + of_each + (split < left);
+    // The split that begins with the window has so many fewer.
+    int late = window_tiles_ > 0 ? max(0, min(kTilesWindowIsLate, of_each - 1)) : 0;
+    params.splits(of_each, left, tiles + late);
+    begin = max(0, split * of_each + min(split, left) - late);
+    end = (split + 1) * of_each + min(split + 1, left) - late;
   }
 
   CUTE_DEVICE KvTile kv_tile(int index) const {
