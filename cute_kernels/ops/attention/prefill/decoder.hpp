@@ -73,7 +73,7 @@ class TileDecoder {
 
   static constexpr int kStageBytes = Traits::kStageElements * sizeof(Element);
 
-  // Tiles of the window come first: while blocks are looked up, they are on their way.
+  // Tiles of the window come first: they arrive while blocks are looked up.
   CUTE_DEVICE void prefetch_window() const {
     CUTE_NO_UNROLL
     for (int number = first_operand_; number < 2 * (window_tiles_ + Traits::kValuesLag);
@@ -96,7 +96,7 @@ class TileDecoder {
   CUTE_DEVICE WindowCopy<Traits> window_copy(Operand<Traits> operand) const {
     return {params_, work_tile_, storage_, decoder_, operand.is_value};
   }
-  // The first of a window tile.
+  // The first token of the operand's tile in the window.
   CUTE_DEVICE int window_token(Operand<Traits> operand) const {
     return work_tile_.kv_tile(work_tile_.begin + operand.tile).first_token;
   }

@@ -43,10 +43,10 @@ constexpr bool finds_rows(Offsets offsets, unsigned columns) {
   return true;
 }
 
-// Whether the offset of an element is that of its row in column 0 and that of its column in row 0 by an exclusive or. Of
-// some rows and columns: compilers do not evaluate without limit.
+// Whether offsets(row, column) is offsets(row, 0) ^ offsets(0, column). At some coordinates: a compiler limits what it
+// evaluates.
 template <class Offsets>
-constexpr bool is_linear(Offsets offsets, unsigned rows, unsigned columns) {
+constexpr bool is_separable(Offsets offsets, unsigned rows, unsigned columns) {
   auto next = [](unsigned i) { return i < 8 ? i + 1 : i + i / 4; };
   for (unsigned row = 0; row < rows; row = next(row))
     for (unsigned column = 0; column < columns; column = next(column))

@@ -74,7 +74,7 @@ CUTE_DEVICE unsigned decoding_cta(unsigned operand) {
   return operand / Traits::kDecoders % Traits::kClusterCtas;
 }
 
-// Where elements of a channel go that a decoder copies from the window, and what they are multiplied by.
+// By channel: where the elements go that a decoder copies from the window, and what they are multiplied by.
 template <class Traits>
 struct WindowPlaces {
   alignas(16) uint16_t offset[Traits::kHeadDim];  // bytes, of its element of token 0 in an operand stage

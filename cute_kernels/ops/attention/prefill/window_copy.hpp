@@ -8,7 +8,8 @@
 
 namespace cute_kernels::attention::prefill {
 
-// Tiles of keys or of values, with all threads of a decoder. A thread has the same 8 channels, a vector, of several tokens.
+// Tiles of keys or of values, with all threads of a decoder. In vectors, a thread has the same 8 channels of several tokens,
+// two such vectors with a head_dim of 256.
 template <class Traits>
 class WindowCopy {
  public:
@@ -27,7 +28,7 @@ class WindowCopy {
                 work_tile.sequence * strides[0] + work_tile.kv_head * strides[1];
   }
 
-  // Asks for a tile that is copied later.
+  // Prefetches a tile, which is copied later, to L1.
   CUTE_DEVICE void prefetch(int first_token) const {
     CUTE_NO_UNROLL
     for (int group = first_group(); group < kGroups; group += kWarpgroupWarps) {
@@ -39,8 +40,8 @@ class WindowCopy {
   }
 
   // stage: shared-memory address of (tokens,channels) of keys, or (channels,tokens) of values. Zeros beyond the last token
-  // and channel.
-  CUTE_DEVICE void run(int first_token, uint32_t stage) const {
+  // and channel. All threads meet at a barrier before the next run (Storage::fill).
+  CUTE_DEVICE void run(int first_token, uint32_t stage) {
     find_places();
     if (!params_.window_vectorized) return copy_elements(first_token, stage);
     CUTE_NO_UNROLL
@@ -86,7 +87,7 @@ class WindowCopy {
   WindowPlaces<Traits>& places_;
   bool is_value_;
   int warp_, lane_;
-  int token_stride_;          // by a token within a window 32 bits reach: see dispatch/attention.cu
+  int token_stride_;          // elements; offsets in a window fit in 32 bits: see check_window in dispatch/
   uint16_t const* elements_;  // of the KV head
 
   CUTE_DEVICE int first_group() const { return warp_ % kGroups; }
@@ -99,16 +100,15 @@ class WindowCopy {
     return elements_ + token * token_stride_ + channel;
   }
 
-  // Bytes from a stage's begin. Its layouts are linear in the bits of coordinates, so an element's offset is that of its
-  // channel and that of its token by an exclusive or.
+  // Bytes from the beginning of a stage. An element's offset is the exclusive or of its channel's and its token's.
   CUTE_DEVICE uint32_t offset_of_token(int token) const {
     return sizeof(uint16_t) * (is_value_ ? OffsetsV{}(0, token) : OffsetsK{}(token, 0));
   }
-  static_assert(is_linear(OffsetsK{}, format::kTileTokens, Traits::kHeadDim) &&
-                is_linear(OffsetsV{}, Traits::kHeadDim, format::kTileTokens));
+  static_assert(is_separable(OffsetsK{}, format::kTileTokens, Traits::kHeadDim) &&
+                is_separable(OffsetsV{}, Traits::kHeadDim, format::kTileTokens));
 
   // Where channels go, and what their elements are multiplied by.
-  CUTE_DEVICE void find_places() const {
+  CUTE_DEVICE void find_places() {
     uint8_t const* order = view_.channel_order_of(work_tile_.sequence, work_tile_.kv_head);
     CUTE_NO_UNROLL
     for (int place = threadIdx.x % kWarpgroupThreads; place < Traits::kHeadDim; place += kWarpgroupThreads) {

@@ -13,7 +13,7 @@ struct KvTile {
 };
 
 // How much longer a CTA takes to begin with the window than with compressed tokens, in KV tiles, as measured.
-inline constexpr int kTilesWindowIsLate = 4;
+inline constexpr int kWindowDelayTiles = 4;
 
 // The query rows of a KV head: its group's query heads, one after the other, with all query tokens of the batch row.
 struct QueryRows {
@@ -73,8 +73,8 @@ class WorkTile {
     int tiles = window_tiles_ + tiles_of(seen(params, queries, newest_query, false));
     int of_each, left;  // the first splits have one of those left over
     params.splits(of_each, left, tiles);
-    // The split that begins with the window has so many fewer.
-    int late = window_tiles_ > 0 ? max(0, min(kTilesWindowIsLate, of_each - 1)) : 0;
+    // The first split, which begins with the window, has up to so many fewer.
+    int late = window_tiles_ > 0 ? max(0, min(kWindowDelayTiles, of_each - 1)) : 0;
     params.splits(of_each, left, tiles + late);
     begin = max(0, split * of_each + min(split, left) - late);
     end = (split + 1) * of_each + min(split + 1, left) - late;
@@ -88,7 +88,7 @@ class WorkTile {
   // Whether no CTA of the cluster has a query row: where batch rows differ in their number. Nothing else is known then.
   CUTE_DEVICE bool of_absent_rows() const { return of_absent_rows_; }
 
-  // Of the split's KV tiles, those of the window; they come first. May be less than none.
+  // Of the window, from the split's first on: may be negative, and more than the split has.
   CUTE_DEVICE int window_tiles() const { return window_tiles_ - begin; }
 
   // Looked up again rather than held on to.
