@@ -228,7 +228,15 @@ def blocks(found: Sequence[Path]) -> list[tuple[str, str, Callable[[Path], str]]
         ReadmeError: rows are missing.
     """
     figures = {folder: [row for row in folder_rows(folder) if row.multiprocessors] for folder in found}
-    made = {folder: [row for row in generation_rows(folder) if row.peak_bytes is not None] for folder in found}
+    # Of plain prompts: times of turns, chunks and lookups are others.
+    made = {
+        folder: [
+            row
+            for row in generation_rows(folder)
+            if row.peak_bytes is not None and not (row.turn or row.chunk or row.lookup)
+        ]
+        for folder in found
+    }
     served = {folder: [row for row in load_rows(folder) if not row.isa] for folder in found}
     return [
         (
