@@ -11,7 +11,7 @@ import cute_kernels as ck
 from cute_kernels._runtime.extension import _C, CODEC_CODES, TILE_FORMATS
 from cute_kernels._storage.tile_reader import operand
 from cute_kernels.sparse_kv import storage_of
-from tests.attention.test_attention import TOLERANCE, attend, compare
+from tests.attention.test_attention import TOLERANCE, attend, compare, strided
 from tests.support import oracle
 
 
@@ -110,22 +110,11 @@ def test_blocks_of_query_rows(backend, rows, head_dim, stored, rng):
     check(backend, stored, kv_heads=1, groups=1, queries=rows, window=rng.choice([None, 30]), **arguments)
 
 
-def lay_out(x: torch.Tensor, layout: str) -> torch.Tensor:
-    """The same elements elsewhere: heads between tokens, rows of an odd address, or such whose distance is odd."""
-    if layout == "heads between":
-        return x.transpose(1, 2).contiguous().transpose(1, 2)
-    if layout == "odd address":
-        return torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)[1:].view(x.shape).copy_(x)
-    if layout == "odd distance":
-        return torch.empty(*x.shape[:3], x.shape[3] + 1, dtype=x.dtype, device=x.device)[..., :-1].copy_(x)
-    return x
-
-
 @pytest.mark.parametrize("stored", [Stored("magnitude", None), *STORED], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
-@pytest.mark.parametrize("layout", ["contiguous", "heads between", "odd address", "odd distance"])
+@pytest.mark.parametrize("layout", range(4))
 def test_windows_of_any_layout(backend, layout, head_dim, stored, rng):
-    """Of less than a tile, of whole ones and of several."""
+    """Of less than a tile, of whole ones and of several; contiguous and under other strides."""
     dtype, causal = rng.choice(oracle.DTYPES), rng.choice([True, False])
     k, v = (oracle.gaussian(2, 2, 130, head_dim, dtype=dtype).to(backend.device) for _ in range(2))
     keys, values = stored.compress_kv(k, v)
@@ -136,7 +125,7 @@ def test_windows_of_any_layout(backend, layout, head_dim, stored, rng):
             q.to(backend.device),
             keys,
             values,
-            window=tuple(lay_out(x.to(backend.device), layout) for x in window),
+            window=tuple([x, *strided(x)][layout] for x in (x.to(backend.device) for x in window)),
             causal=causal,
             num_splits=rng.choice([None, 1, 3]),
             return_lse=True,
