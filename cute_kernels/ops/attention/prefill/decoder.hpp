@@ -76,8 +76,7 @@ class TileDecoder {
   // Tiles of the window come first: they arrive while blocks are looked up.
   CUTE_DEVICE void prefetch_window() const {
     CUTE_NO_UNROLL
-    for (int number = first_operand_; number < 2 * (window_tiles_ + Traits::kValuesLag);
-         number += kOperandStep<Traits>) {
+    for (int number = first_operand_; number < Operand<Traits>::count(window_tiles_); number += kOperandStep<Traits>) {
       Operand<Traits> operand(number);
       if (operand.exists(window_tiles_)) window_copy(operand).prefetch(window_token(operand));
     }
