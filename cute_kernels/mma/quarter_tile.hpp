@@ -6,7 +6,8 @@
 
 namespace cute_kernels::mma {
 
-template <class TileFormat, class Codec, int kHeadDim>
+// kAtOnce: how values of the quarters before are counted, as for the decoder.
+template <class TileFormat, class Codec, int kHeadDim, bool kAtOnce = true>
 class QuarterTile {
  public:
   static constexpr int kParts = 4;
@@ -19,7 +20,7 @@ class QuarterTile {
   // block: shared-memory address.
   CUTE_DEVICE QuarterTile(uint32_t block, int part)
       : column_(block + 4 * (threadIdx.x % 32) + part * kWords * format::kRowBytes),
-        at_(Decoder::template first<kHeadDim, kParts, true>(block + 4 * (threadIdx.x % 32), part)) {}
+        at_(Decoder::template first<kHeadDim, kParts, kAtOnce>(block + 4 * (threadIdx.x % 32), part)) {}
 
   // A fragments of a step's words, 4 registers an atom; steps in order.
   template <class Registers>

@@ -42,8 +42,7 @@ def sparse_attention(
     k, v: SparseKV of roles "key" and "value", alike in shape (B, Hkv, T, D), dtype and device; compressed together or
         not; each in any codec, on a GPU both in the same one.
     scale: finite; None: 1 / sqrt(D).
-    window: (k_win, v_win), each (B, Hkv, W, D) of k's dtype: dense tokens that follow the compressed ones. Many
-        query rows are slower where rows of a window do not begin at multiples of 16 bytes.
+    window: (k_win, v_win), each (B, Hkv, W, D) of k's dtype: dense tokens that follow the compressed ones.
     seq_lens: (B,) int32 on k's device, 0 to T: how many compressed tokens of each batch row count; the window follows
         them. None: all T. GPU kernels read them without a synchronisation and clamp them to 0 to T; "reference" and
         "cpu" check them.

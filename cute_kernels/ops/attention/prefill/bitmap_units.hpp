@@ -14,7 +14,7 @@ using namespace cute;
 template <class Codec, class Element, format::Role kRole, int kHeadDim>
 class LaneUnits<format::BitmapTile, Codec, Element, kRole, kHeadDim> {
   using TileFormat = format::BitmapTile;
-  using Quarter = mma::QuarterTile<TileFormat, Codec, kHeadDim>;
+  using Quarter = mma::QuarterTile<TileFormat, Codec, kHeadDim, false>;  // while a warp waits others decode
   static_assert(Quarter::kWordAtoms == 4 && format::kTileTokens == 64);
 
  public:
@@ -23,7 +23,7 @@ class LaneUnits<format::BitmapTile, Codec, Element, kRole, kHeadDim> {
   static constexpr int kStepBlocks = Codec::kHasScales ? 1 : Quarter::kStepWords;
   static constexpr int kSteps = Quarter::kWords / kStepBlocks;
 
-  CUTE_DEVICE LaneUnits(uint32_t block, int warp) : quarter_(block, warp), scales_(block, warp) {}
+  CUTE_DEVICE LaneUnits(uint32_t block, int part) : quarter_(block, part), scales_(block, part) {}
 
   template <class Store>
   CUTE_DEVICE void decode(int step, Store&& store) {

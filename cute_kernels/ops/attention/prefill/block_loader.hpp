@@ -15,7 +15,7 @@ struct BlockStage {
       : block(data), token_order(data + params.stage_bytes - 2 * kOrderBytes), value_order(token_order + kOrderBytes) {}
 };
 
-// Used by one warp of the decoder, for which the others wait: so all that can be done once for many operands is.
+// Used by one warp of the decoder, which decodes as the others do: so all that can be done once for many operands is.
 template <class Traits>
 class BlockLoader {
  public:
@@ -31,7 +31,8 @@ class BlockLoader {
       storage_.block_sources[decoder_][lane] = source_of(Operand<Traits>(number + lane * kOperandStep<Traits>));
       __syncwarp();
     }
-    if (lane == 0) copy(Operand<Traits>(number), storage_.block_sources[decoder_][index % 32], stage, data);
+    BlockSource source = storage_.block_sources[decoder_][index % 32];
+    if (cute::elect_one_sync()) copy(Operand<Traits>(number), source, stage, data);
     __syncwarp();
   }
 

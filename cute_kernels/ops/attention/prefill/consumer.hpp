@@ -62,39 +62,44 @@ class Consumer {
     typename Traits::TiledMmaPV mma;
     Tensor tCrP = mma.get_slice(thread_).partition_fragment_A(
         make_tensor(static_cast<Element*>(nullptr), Shape<Int<kConsumerRows>, Int<Traits::kTokens>>{}));
+    Stage<Traits> stage{0};
     if constexpr (Traits::kOverlaps) {
       CUTE_NO_UNROLL
       for (int tile = 0; tile < tiles;) {
-        step<true>(tile++, tCrQ, tCrP, tCrO);
+        step<true>(tile++, stage, tCrQ, tCrP, tCrO);
         // A loop of its own: masks would be code to jump over.
         int end = min(tiles, work_tile_.all_seen_until(work_tile_.begin + tile) - work_tile_.begin);
         CUTE_NO_UNROLL
-        for (; tile < end; ++tile) step<false>(tile, tCrQ, tCrP, tCrO);
+        for (; tile < end; ++tile) step<false>(tile, stage, tCrQ, tCrP, tCrO);
       }
-      multiply_values_and_wait(Operand<Traits>::of_values(tiles - 1), tCrP, tCrO);
+      stage.advance(1);
+      multiply_values_and_wait(stage, tCrP, tCrO);
     } else {
       CUTE_NO_UNROLL
       for (int tile = 0; tile < tiles; ++tile) {
-        if (multiply_keys_and_wait(tile, tCrQ, tCrP)) rescale(tCrO);
-        multiply_values_and_wait(Operand<Traits>::of_values(tile), tCrP, tCrO);
+        if (multiply_keys_and_wait(tile, stage, tCrQ, tCrP)) rescale(tCrO);
+        stage.advance(1);
+        multiply_values_and_wait(stage, tCrP, tCrO);
+        stage.advance(1);
       }
     }
   }
 
-  // P of a tile, while O takes up the tile before. kMasks: the tile may be the first, and there may be tokens that a row
-  // does not see.
+  // P of a tile, while O takes up the tile before. stage: of the keys; the values are in the next one. kMasks: the tile may
+  // be the first, and there may be tokens that a row does not see.
   template <bool kMasks, class FragmentQ, class FragmentP, class FragmentO>
-  CUTE_DEVICE void step(int tile, FragmentQ const& tCrQ, FragmentP& tCrP, FragmentO& tCrO) {
-    unsigned keys = Operand<Traits>::of_keys(tile), values = Operand<Traits>::of_values(tile - 1);
+  CUTE_DEVICE void step(int tile, Stage<Traits>& stage, FragmentQ const& tCrQ, FragmentP& tCrP, FragmentO& tCrO) {
+    unsigned keys = stage.index;
     Tensor tCrS = make_logits();
-    storage_.wait_full(keys);  // and the values, of the same step
+    storage_.wait_full(stage);  // and the values, of the same step
     multiply_keys(keys, tCrQ, tCrS);
     if (kMasks && tile == 0) {
       warpgroup_wait<0>();
     } else {
-      multiply_values(values, tCrP, tCrO);
+      multiply_values(keys + 1, tCrP, tCrO);
       warpgroup_wait<1>();
     }
+    stage.advance(2);
     bool rescales = finish_logits<kMasks>(tile, keys, tCrS, [&] {
       warpgroup_wait<0>();
       warpgroup_fence_operand(tCrO);
@@ -106,10 +111,10 @@ class Consumer {
 
   // P of a tile, with no product to overlap. Returns whether O is to be rescaled.
   template <class FragmentQ, class FragmentP>
-  CUTE_DEVICE bool multiply_keys_and_wait(int tile, FragmentQ const& tCrQ, FragmentP& tCrP) {
-    unsigned keys = Operand<Traits>::of_keys(tile);
+  CUTE_DEVICE bool multiply_keys_and_wait(int tile, Stage<Traits> stage, FragmentQ const& tCrQ, FragmentP& tCrP) {
+    unsigned keys = stage.index;
     Tensor tCrS = make_logits();
-    storage_.wait_full(keys);
+    storage_.wait_full(stage);
     multiply_keys(keys, tCrQ, tCrS);
     warpgroup_wait<0>();
     // After the mask, which reads the stage's token order.
@@ -126,12 +131,12 @@ class Consumer {
   }
 
   template <class FragmentP, class FragmentO>
-  CUTE_DEVICE void multiply_values_and_wait(unsigned operand, FragmentP& tCrP, FragmentO& tCrO) {
-    storage_.wait_full(operand);
-    multiply_values(operand, tCrP, tCrO);
+  CUTE_DEVICE void multiply_values_and_wait(Stage<Traits> stage, FragmentP& tCrP, FragmentO& tCrO) {
+    storage_.wait_full(stage);
+    multiply_values(stage.index, tCrP, tCrO);
     warpgroup_wait<0>();
     warpgroup_fence_operand(tCrO);
-    storage_.release(operand);
+    storage_.release(stage.index);
   }
 
   CUTE_DEVICE static auto make_logits() {  // ((2,2,N/8),1,1)
@@ -156,11 +161,11 @@ class Consumer {
 
   // S = Q K^T. Does not wait.
   template <class FragmentQ, class FragmentS>
-  CUTE_DEVICE void multiply_keys(unsigned operand, FragmentQ const& tCrQ, FragmentS& tCrS) {
+  CUTE_DEVICE void multiply_keys(unsigned stage, FragmentQ const& tCrQ, FragmentS& tCrS) {
     typename Traits::TiledMmaQK mma;
     auto thr_mma = mma.get_slice(thread_);
-    Tensor sK = make_tensor(make_smem_ptr(storage_.stages[operand % Traits::kStages]), typename Traits::SmemLayoutK{});
-    Tensor tCrK = thr_mma.make_fragment_B(thr_mma.partition_B(sK));  // (MMA,1,MMA_K)
+    Tensor sK = make_tensor(make_smem_ptr(storage_.stages[0]), typename Traits::SmemLayoutStagesK{});
+    Tensor tCrK = thr_mma.make_fragment_B(thr_mma.partition_B(sK))(_, _, _, stage);  // (MMA,1,MMA_K)
     warpgroup_fence_operand(tCrS);
     warpgroup_arrive();
     CUTE_UNROLL
@@ -173,11 +178,11 @@ class Consumer {
 
   // O += P V. Does not wait.
   template <class FragmentP, class FragmentO>
-  CUTE_DEVICE void multiply_values(unsigned operand, FragmentP& tCrP, FragmentO& tCrO) {
+  CUTE_DEVICE void multiply_values(unsigned stage, FragmentP& tCrP, FragmentO& tCrO) {
     typename Traits::TiledMmaPV mma;
     auto thr_mma = mma.get_slice(thread_);
-    Tensor sV = make_tensor(make_smem_ptr(storage_.stages[operand % Traits::kStages]), typename Traits::SmemLayoutV{});
-    Tensor tCrV = thr_mma.make_fragment_B(thr_mma.partition_B(sV));  // (MMA,1,MMA_K)
+    Tensor sV = make_tensor(make_smem_ptr(storage_.stages[0]), typename Traits::SmemLayoutStagesV{});
+    Tensor tCrV = thr_mma.make_fragment_B(thr_mma.partition_B(sV))(_, _, _, stage);  // (MMA,1,MMA_K)
     warpgroup_fence_operand(tCrO);
     warpgroup_fence_operand(tCrP);
     warpgroup_arrive();
@@ -188,13 +193,12 @@ class Consumer {
 
   // Logits of tokens that a row does not see: -infinity.
   template <class FragmentS>
-  CUTE_DEVICE void mask(int tile, unsigned operand, FragmentS& tCrS) {
+  CUTE_DEVICE void mask(int tile, unsigned stage, FragmentS& tCrS) {
     int index = work_tile_.begin + tile;
     if (index < work_tile_.all_seen_until(index)) return;
     KvTile kv_tile = work_tile_.kv_tile(index);
     int pair = 2 * (thread_ % 4);  // of every 8 columns
-    uint8_t const* token_order =
-        storage_.token_order[operand % Traits::kStages] + Traits::Order::position_of_column(pair);
+    uint8_t const* token_order = storage_.token_order[stage] + Traits::Order::position_of_column(pair);
     QueryRows queries = work_tile_.queries(params_);
     int seen[2];  // of the tile's tokens
     CUTE_UNROLL

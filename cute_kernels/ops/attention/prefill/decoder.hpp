@@ -28,37 +28,44 @@ class TileDecoder {
         window_tiles_(work_tile.window_tiles()),
         first_cut_tile_(work_tile.first_cut_tile() - work_tile.begin),
         first_operand_(decoder),
-        warp_(__shfl_sync(~0u, threadIdx.x / 32 % kWarpgroupWarps, 0)),
+        quarter_(__shfl_sync(~0u, quarter_of_warp(decoder), 0)),
         lane_(threadIdx.x % 32) {
     if constexpr (Traits::kClusterCtas > 1) first_operand_ += Traits::kDecoders * cute::block_rank_in_cluster();
     key_row_ = key_row(position(0));
-    unsigned channel = Traits::kHeadDim / kWarpgroupWarps * warp_ + Order::lane_row(lane_);
+    unsigned channel = Traits::kHeadDim / kWarpgroupWarps * quarter_ + Order::lane_row(lane_);
     value_row_ = value_address(0, Order::row_of_channel(channel), Order::lane_column(lane_));
   }
 
   CUTE_DEVICE void run() {
     BlockLoader<Traits> loader(params_, work_tile_, storage_, decoder_);
-    int tiles = work_tile_.end - work_tile_.begin, operands = Operand<Traits>::count(tiles);
-    int ahead = params_.block_stages, stage = 0, phase = 1;  // stages of blocks
+    int tiles = work_tile_.end - work_tile_.begin;
+    int operands = (Operand<Traits>::count(tiles) - first_operand_ + kOperandStep<Traits> - 1) / kOperandStep<Traits>;
+    int ahead = params_.block_stages;  // so many steps load a block and decode none
+    int loads = quarter_ == kLoadingQuarter ? operands - ahead : -ahead;
     prefetch_window();
-    // As many steps as there are stages load a block and decode none.
-    int index = -ahead;
+    Operand<Traits> operand(first_operand_);
+    Stage<Traits> stage{static_cast<unsigned>(first_operand_)};
+    uint8_t* block = blocks_;
+    int block_stage = 0, block_phase = 1;
     CUTE_NO_UNROLL
-    for (int number = first_operand_ - ahead * kOperandStep<Traits>; number < operands;
-         number += kOperandStep<Traits>, ++index) {
-      uint8_t* block = blocks_ + stage * params_.stage_bytes;
+    for (int index = -ahead; index < operands; ++index) {
       if (index >= 0) {
-        Operand<Traits> operand(number);
-        storage_.block_full[decoder_][stage].wait(phase);
-        ptx::compiler_fence();
-        storage_.wait_empty(number);
+        wait_together(storage_.block_full[decoder_][block_stage], block_phase);
+        storage_.wait_empty(stage);
         bool exists = operand.exists(tiles), with_order = !operand.is_value && operand.tile >= first_cut_tile_;
-        if (exists) decode(operand, {params_, block}, unsigned(number) % Traits::kStages, index % 2, with_order);
-        storage_.fill(number, exists, with_order);  // all warps have read the block
+        if (exists) decode(operand, {params_, block}, stage.index, index / kKeysEvery & 1, with_order);
+        storage_.fill(stage.index, quarter_, exists, with_order);
+        storage_.release_block(decoder_, block_stage);
+        operand.template advance<kOperandStep<Traits>>();
+        stage.advance(kOperandStep<Traits>);
       }
-      int next = number + ahead * kOperandStep<Traits>;
-      if (warp_ == loading_warp(decoder_) && next < operands) loader.load(next, index + ahead, stage, block);
-      if (++stage == ahead) stage = 0, phase ^= 1;
+      if (index < loads) {
+        int next = index + ahead;
+        storage_.wait_block_empty(decoder_, block_stage, block_phase);
+        loader.load(first_operand_ + next * kOperandStep<Traits>, next, block_stage, block);
+      }
+      ++block_stage, block += params_.stage_bytes;
+      if (block_stage == ahead) block_stage = 0, block = blocks_, block_phase ^= 1;
     }
   }
 
@@ -68,9 +75,11 @@ class TileDecoder {
   Storage<Traits>& storage_;
   uint8_t* blocks_;
   uint32_t stages_;
-  int decoder_, window_tiles_, first_cut_tile_, first_operand_, warp_, lane_;
+  int decoder_, window_tiles_, first_cut_tile_, first_operand_, quarter_, lane_;
   uint32_t key_row_, value_row_;  // where the lane's first row begins in the first stage
 
+  // Of the operands of a decoder that has keys, every so many-th is of keys.
+  static constexpr int kKeysEvery = kOperandStep<Traits> % 2 == 0 ? 1 : 2;
   static constexpr int kStageBytes = Traits::kStageElements * sizeof(Element);
 
   // Tiles of the window come first: they arrive while blocks are looked up.
@@ -82,7 +91,7 @@ class TileDecoder {
     }
   }
 
-  // parity: of the decoder's operands.
+  // parity: of the decoder's keys.
   CUTE_DEVICE void decode(Operand<Traits> operand, BlockStage const& from, int stage, int parity, bool with_order) {
     if (operand.tile < window_tiles_)
       window_copy(operand).run(window_token(operand), stages_ + stage * kStageBytes);
@@ -111,7 +120,7 @@ class TileDecoder {
   }
 
   // The lane's positions of tokens, and where elements of a token begin in the first stage.
-  CUTE_DEVICE unsigned position(int i) const { return 16 * warp_ + Order::lane_row(lane_) + 8 * i; }
+  CUTE_DEVICE unsigned position(int i) const { return 16 * quarter_ + Order::lane_row(lane_) + 8 * i; }
   CUTE_DEVICE uint32_t key_row(unsigned position) const {
     return key_address(0, Order::row_of_token(position), Order::lane_column(lane_));
   }
@@ -130,8 +139,8 @@ class TileDecoder {
       for (int i = 0; i < 2; ++i) rows[i] = key_row(positions[from.token_order[position(i)]]);
     }
     if (with_order && lane_ < 4)
-      reinterpret_cast<uint32_t*>(storage_.token_order[stage])[4 * warp_ + lane_] =
-          reinterpret_cast<uint32_t const*>(order)[4 * warp_ + lane_];
+      reinterpret_cast<uint32_t*>(storage_.token_order[stage])[4 * quarter_ + lane_] =
+          reinterpret_cast<uint32_t const*>(order)[4 * quarter_ + lane_];
     // Blocks are side by side, as those of the swizzled layout are.
     constexpr int kBlockBytes = Traits::kTokens * 64 * sizeof(Element);
     CUTE_UNROLL
@@ -154,7 +163,7 @@ class TileDecoder {
     __syncwarp();
     CUTE_NO_UNROLL
     for (int i = lane_; i < kRows * kRowUnits; i += 32) {
-      unsigned channel = kRows * warp_ + i / kRowUnits, column = i % kRowUnits * kUnitColumns;
+      unsigned channel = kRows * quarter_ + i / kRowUnits, column = i % kRowUnits * kUnitColumns;
       uint32_t unit = value_address(stage, Order::row_of_channel(channel), column), pairs[4];
       cutlass::arch::shared_load<16>(pairs, unit);
       auto counts = [&](int j) { return token_order[Order::position_of_column(column + j)] < tokens; };
@@ -170,13 +179,13 @@ class TileDecoder {
   CUTE_DEVICE void decode_blocks(BlockStage const& from, uint32_t const (&rows)[2]) {
     with_codec([&](auto codec) {
       using Units = LaneUnits<TileFormat, decltype(codec), Element, kRole, Traits::kHeadDim>;
-      Units units(cast_smem_ptr_to_uint(from.block), warp_);
+      Units units(cast_smem_ptr_to_uint(from.block), quarter_);
 #pragma unroll(Units::kUnrolls ? Units::kSteps : 1)
       for (int step = 0; step < Units::kSteps; ++step) {
         units.decode(step, [&](int block, int row, int unit, uint32_t const(&elements)[4]) {
           // The units of a row are swizzled: some units further on is an exclusive or.
-          uint32_t to = rows[row] + (Units::kStepBlocks * step + block) * kBlockBytes;
-          cutlass::arch::shared_store<16>(to ^ (Order::kUnitsApart * kUnitBytes * unit), elements);
+          uint32_t to = rows[row] ^ (Order::kUnitsApart * kUnitBytes * unit);
+          cutlass::arch::shared_store<16>(to + (Units::kStepBlocks * step + block) * kBlockBytes, elements);
         });
       }
     });

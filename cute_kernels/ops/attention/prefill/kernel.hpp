@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) prefill_kernel(CUTE_GRID_
   auto& storage = *reinterpret_cast<Storage<Traits>*>(shared);
   WorkTile const& work_tile = storage.work_tile;
   prefetch_params(params, storage.prefetched_params);
-  if (threadIdx.x == 32) storage.init_barriers();
+  if (threadIdx.x == 32) storage.init_barriers(params.block_stages);
   ptx::wait_for_primary();  // nothing above reads global memory
   if (threadIdx.x == 0) storage.work_tile.look_up(params, Traits::kRows, Traits::kClusterCtas);
   if constexpr (Traits::kClusterCtas > 1)

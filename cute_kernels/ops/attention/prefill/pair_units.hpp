@@ -21,11 +21,11 @@ class LaneUnits<format::TwoOfFourTile, Codec, Element, kRole, kHeadDim> {
   static constexpr int kSteps = kHeadDim / 64, kStepBlocks = 1;
   static constexpr bool kUnrolls = !Codec::kHasScales;  // for which registers do not suffice
 
-  CUTE_DEVICE LaneUnits(uint32_t block, int warp)
+  CUTE_DEVICE LaneUnits(uint32_t block, int part)
       : selectors_(mma::group_selectors(lane() % 16)),
-        metadata_(block + warp * kSteps * format::kRowBytes + 4 * (4 * row() + quarter())),
-        values_(block + (kFirstValueRow + warp * kSteps * kBlockRows + value_row()) * format::kRowBytes + 16 * row()),
-        scales_(block, warp) {}
+        metadata_(block + part * kSteps * format::kRowBytes + 4 * (4 * row() + quarter())),
+        values_(block + (kFirstValueRow + part * kSteps * kBlockRows + value_row()) * format::kRowBytes + 16 * row()),
+        scales_(block, part) {}
 
   template <class Store>
   CUTE_DEVICE void decode(int step, Store&& store) {

@@ -22,9 +22,13 @@
 namespace cute_kernels::attention::prefill {
 
 inline constexpr int kMaxBlockStages = 8;  // of a decoder
-// Of a decoder's warps one loads blocks, and another hands operands over. Those of two decoders are of different schedulers.
-CUTE_DEVICE int loading_warp(int decoder) { return decoder % kWarpgroupWarps; }
-CUTE_DEVICE int filling_warp(unsigned operand) { return (operand + 1) % kWarpgroupWarps; }
+// The quarter of a tile that a decoder's warp expands. The warp of the first quarter, which has no values before it to count,
+// loads blocks, that of the second one copies operands to the cluster's other CTA. The loading warps of decoders are of
+// different schedulers.
+inline constexpr int kLoadingQuarter = 0, kCopyingQuarter = 1;
+CUTE_DEVICE int quarter_of_warp(int decoder) {
+  return static_cast<int>(threadIdx.x / 32 + kWarpgroupWarps - decoder % kWarpgroupWarps) % kWarpgroupWarps;
+}
 
 // An operand of a step; numbers as above.
 template <class Traits>
@@ -35,12 +39,34 @@ struct Operand {
   CUTE_DEVICE explicit Operand(int number)
       : is_value(number % 2 != 0), tile(number / 2 - (is_value ? Traits::kValuesLag : 0)) {}
 
-  CUTE_DEVICE static unsigned of_keys(int tile) { return 2 * tile; }
-  CUTE_DEVICE static unsigned of_values(int tile) { return 2 * (tile + Traits::kValuesLag) + 1; }
   CUTE_DEVICE static int count(int tiles) { return 2 * (tiles + Traits::kValuesLag); }
 
   // Not as values of the first step, keys of the last.
-  CUTE_DEVICE bool exists(int tiles) const { return tile >= 0 && tile < tiles; }
+  CUTE_DEVICE bool exists(int tiles) const { return static_cast<unsigned>(tile) < static_cast<unsigned>(tiles); }
+
+  // By so many numbers, without a division.
+  template <int kNumbers>
+  CUTE_DEVICE void advance() {
+    if constexpr (kNumbers % 2 == 0) {
+      tile += kNumbers / 2;
+    } else {
+      static_assert(kNumbers == 1 && Traits::kValuesLag == 0);
+      if (is_value) ++tile;
+      is_value = !is_value;
+    }
+  }
+};
+
+// Where an operand is in the ring of operand stages, and the parity of how often the ring has been gone round. Carried from
+// one operand to the next: a division by the number of stages would be waited for before every tile.
+template <class Traits>
+struct Stage {
+  unsigned index, phase = 0;
+
+  CUTE_DEVICE void advance(unsigned operands) {  // at most kStages
+    index += operands;
+    if (index >= Traits::kStages) index -= Traits::kStages, phase ^= 1;
+  }
 };
 
 // From one operand of a decoder to its next.
@@ -61,6 +87,15 @@ struct alignas(16) BlockSource {
 // Of the threads of a warpgroup.
 CUTE_DEVICE void sync_warpgroup() { pipeline::sync_worker(threadIdx.x / kWarpgroupThreads, kWarpgroupThreads); }
 
+// With all lanes of a warp. By the vote the compiler knows that they stay together, and keeps what they have in common in
+// uniform registers.
+template <class Barrier>
+CUTE_DEVICE void wait_together(Barrier const& barrier, uint32_t phase) {
+  while (!__all_sync(~0u, barrier.try_wait(phase))) {
+  }
+  ptx::compiler_fence();  // the library's wait does not say that it orders memory
+}
+
 // Of all threads of a cluster.
 CUTE_DEVICE void sync_whole_cluster() {
   ptx::compiler_fence();  // the library's barrier does not say that it orders memory
@@ -70,8 +105,8 @@ CUTE_DEVICE void sync_whole_cluster() {
 
 // Operands are decoded by the decoders of all CTAs of a cluster in turn.
 template <class Traits>
-CUTE_DEVICE unsigned decoding_cta(unsigned operand) {
-  return operand / Traits::kDecoders % Traits::kClusterCtas;
+CUTE_DEVICE unsigned decoding_cta(unsigned stage) {
+  return stage / Traits::kDecoders % Traits::kClusterCtas;
 }
 
 // By channel: where the elements go that a decoder copies from the window, and what they are multiplied by.
@@ -105,7 +140,8 @@ struct Storage {
   PrefetchedParams prefetched_params;
   WorkTile work_tile;  // here, and not in registers, of which decoders have few
   cutlass::arch::ClusterTransactionBarrier block_full[Traits::kDecoders][kMaxBlockStages];
-  cutlass::arch::ClusterTransactionBarrier operand_full[Traits::kBarriers];  // an arrival for each operand
+  cutlass::arch::ClusterBarrier block_empty[Traits::kDecoders][kMaxBlockStages];  // of every decoding warp; no clusters
+  cutlass::arch::ClusterTransactionBarrier operand_full[Traits::kBarriers];  // of every filling warp, for each operand
   cutlass::arch::ClusterBarrier operand_empty[Traits::kBarriers];            // of every consuming warp
 
   // Where O of a row of the consumer goes, with its log-sum-exp behind it: 8 rows of a warp at a time, or all of them, where
@@ -117,55 +153,71 @@ struct Storage {
   }
 
   // With one thread.
-  CUTE_DEVICE void init_barriers() {
-    for (int decoder = 0; decoder < Traits::kDecoders; ++decoder)
-      for (int stage = 0; stage < kMaxBlockStages; ++stage) block_full[decoder][stage].init(1);
+  CUTE_DEVICE void init_barriers(int block_stages) {
+    for (int stage = 0; stage < block_stages; ++stage)
+      for (int decoder = 0; decoder < Traits::kDecoders; ++decoder)
+        block_full[decoder][stage].init(1), block_empty[decoder][stage].init(kWarpgroupWarps);
     for (int i = 0; i < Traits::kBarriers; ++i)
-      operand_full[i].init(Traits::kBarrierOperands),
+      operand_full[i].init(kFillingWarps * Traits::kBarrierOperands),
           operand_empty[i].init(kWarpgroupWarps * Traits::kConsumers * Traits::kClusterCtas);
     cutlass::arch::fence_barrier_init();
   }
 
-  // Operands of a step that share barriers are waited for and released together, by the number of either.
-  CUTE_DEVICE void wait_full(unsigned operand) {
-    operand_full[barrier_of(operand)].wait(operand / Traits::kStages & 1);
+  // Operands of a step that share barriers are waited for and released together, by the stage of either.
+  CUTE_DEVICE void wait_full(Stage<Traits> stage) {
+    operand_full[barrier_of(stage.index)].wait(stage.phase);
     ptx::compiler_fence();  // the library's wait does not say that it orders memory
   }
-  CUTE_DEVICE void wait_empty(unsigned operand) {
-    operand_empty[barrier_of(operand)].wait(operand / Traits::kStages & 1 ^ 1);
-    ptx::compiler_fence();
+  CUTE_DEVICE void wait_empty(Stage<Traits> stage) {
+    wait_together(operand_empty[barrier_of(stage.index)], stage.phase ^ 1);
   }
-  // What the decoder's warps have stored is there for WGMMA, and goes to the cluster's other CTA; its token order only
-  // where a query row does not see the whole tile. There is nothing to copy where a step lacks the operand.
-  CUTE_DEVICE void fill(unsigned number, bool exists, bool with_order) {
+  // What this warp of a decoder has stored is there for WGMMA, and goes to the cluster's other CTA with what the other warps
+  // have; the token order only where a query row does not see the whole tile. There is nothing to copy where a step lacks
+  // the operand.
+  CUTE_DEVICE void fill(unsigned stage, int quarter, bool exists, bool with_order) {
     ptx::compiler_fence();
     cutlass::arch::fence_view_async_shared();
-    sync_warpgroup();
-    if (threadIdx.x % kWarpgroupThreads != 32 * filling_warp(number)) return;
-    operand_full[barrier_of(number)].arrive();
-    if constexpr (Traits::kClusterCtas > 1) copy_to_cta(number, exists, with_order, cute::block_rank_in_cluster() ^ 1);
+    if constexpr (kFillingWarps == 1) {
+      sync_warpgroup();
+      if (quarter != kCopyingQuarter) return;
+    } else {
+      __syncwarp();
+    }
+    if (threadIdx.x % 32 != 0) return;
+    operand_full[barrier_of(stage)].arrive();
+    if constexpr (kFillingWarps == 1) copy_to_cta(stage, exists, with_order, cute::block_rank_in_cluster() ^ 1);
+  }
+  // This warp of the decoder has read a block, and its loading warp waits for all. There is nothing to do where they have met
+  // when they filled the operand.
+  CUTE_DEVICE void release_block(int decoder, int stage) {
+    if constexpr (kFillingWarps > 1) {
+      if (threadIdx.x % 32 == 0) block_empty[decoder][stage].arrive();
+    }
+  }
+  CUTE_DEVICE void wait_block_empty(int decoder, int stage, uint32_t phase) {
+    if constexpr (kFillingWarps > 1) wait_together(block_empty[decoder][stage], phase);
   }
   // This warp has used it: said to the CTA that fills it.
-  CUTE_DEVICE void release(unsigned operand) {
+  CUTE_DEVICE void release(unsigned stage) {
     __syncwarp();
-    auto& barrier = operand_empty[barrier_of(operand)];
+    auto& barrier = operand_empty[barrier_of(stage)];
     if (threadIdx.x % 32 != 0) return;
     if constexpr (Traits::kClusterCtas > 1)
-      barrier.arrive(decoding_cta<Traits>(operand));
+      barrier.arrive(decoding_cta<Traits>(stage));
     else
       barrier.arrive();
   }
 
  private:
-  CUTE_DEVICE static unsigned barrier_of(unsigned operand) {
-    return operand % Traits::kStages / Traits::kBarrierOperands;
-  }
+  // Where no CTA waits for copies, the warps of a decoder do not wait for one another.
+  static constexpr int kFillingWarps = Traits::kClusterCtas > 1 ? 1 : kWarpgroupWarps;
 
-  CUTE_DEVICE void copy_to_cta(unsigned number, bool exists, bool with_order, uint32_t cta) {
-    auto& full = operand_full[barrier_of(number)];
+  CUTE_DEVICE static unsigned barrier_of(unsigned stage) { return stage / Traits::kBarrierOperands; }
+
+  CUTE_DEVICE void copy_to_cta(unsigned stage, bool exists, bool with_order, uint32_t cta) {
+    auto& full = operand_full[barrier_of(stage)];
     if (!exists) return full.arrive(cta);
     constexpr int kBytes = Traits::kStageElements * sizeof(Element);
-    unsigned stage = number % Traits::kStages;
     full.arrive_and_expect_tx(with_order ? kBytes + kOrderBytes : kBytes, cta);
     ptx::bulk_copy_to_cta(stages[stage], kBytes, &full, cta);
     if (with_order) ptx::bulk_copy_to_cta(token_order[stage], kOrderBytes, &full, cta);

@@ -76,6 +76,9 @@ struct Traits {
   static constexpr int kStages = kHeadDim == 256 ? 5 - kConsumers : kConsumers == 1 ? 6 : 8;
   static constexpr int kBarriers = kStages / kBarrierOperands;
   static_assert(kStages % kBarrierOperands == 0);
+  // All stages as K, and as V^T.
+  using SmemLayoutStagesK = decltype(tile_to_shape(SmemAtom{}, Shape<Int<kTokens>, Int<kHeadDim>, Int<kStages>>{}));
+  using SmemLayoutStagesV = decltype(tile_to_shape(SmemAtom{}, Shape<Int<kHeadDim>, Int<kTokens>, Int<kStages>>{}));
   static_assert(kClusterCtas == 1 || kStages % (kClusterCtas * kDecoders) == 0, "a stage is filled by one CTA");
   static_assert(kClusterCtas == 1 || kDecoders % kBarrierOperands == 0, "operands of a barrier are decoded by one CTA");
   static constexpr int kThreads = (kConsumers + kDecoders) * kWarpgroupThreads;

@@ -30,13 +30,13 @@ class UnitScales<TileFormat, Codec, Element, kRole, kHeadDim, true> {
   static_assert(std::is_same_v<Element, half_t>);
 
  public:
-  // block: shared-memory address. warp: of the decoder.
-  CUTE_DEVICE UnitScales(uint32_t block, int warp) {
+  // block: shared-memory address. part: the quarter of the tile.
+  CUTE_DEVICE UnitScales(uint32_t block, int part) {
     uint32_t token_scales = block + TileFormat::scale_row(kHeadDim) * format::kRowBytes;
     int lane = threadIdx.x % 32;
     if constexpr (kRole == format::Role::kKey) {
       static_assert(format::scale_index(8) == 1 && format::scale_index(1) == 8);
-      float2 pair = mma::scale_pair(ptx::load_shared_u32(token_scales + 16 * Order::lane_row(lane) + 4 * warp));
+      float2 pair = mma::scale_pair(ptx::load_shared_u32(token_scales + 16 * Order::lane_row(lane) + 4 * part));
       scales_[0] = to_elements(pair.x, pair.x), scales_[1] = to_elements(pair.y, pair.y);
     } else {
       uint32_t first = token_scales + 2 * format::scale_index(Order::position_of_column(Order::lane_column(lane)));

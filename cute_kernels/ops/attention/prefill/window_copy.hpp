@@ -8,8 +8,8 @@
 
 namespace cute_kernels::attention::prefill {
 
-// Tiles of keys or of values, with all threads of a decoder. In vectors, a thread has the same 8 channels of several tokens,
-// two such vectors with a head_dim of 256.
+// Tiles of keys or of values, with all threads of a decoder. A thread has the same 8 channels of several tokens, two such
+// vectors with a head_dim of 256.
 template <class Traits>
 class WindowCopy {
  public:
@@ -40,10 +40,9 @@ class WindowCopy {
   }
 
   // stage: shared-memory address of (tokens,channels) of keys, or (channels,tokens) of values. Zeros beyond the last token
-  // and channel. All threads meet at a barrier before the next run (Storage::fill).
+  // and channel.
   CUTE_DEVICE void run(int first_token, uint32_t stage) {
     find_places();
-    if (!params_.window_vectorized) return copy_elements(first_token, stage);
     CUTE_NO_UNROLL
     for (int group = first_group(); group < kGroups; group += kWarpgroupWarps) {
       int first_channel = channel(group);
@@ -52,13 +51,7 @@ class WindowCopy {
       CUTE_NO_UNROLL
       for (int token = first_token_of_lane(); token < format::kTileTokens; token += kAtOnce * kTokenStep) {
         alignas(16) uint16_t elements[kAtOnce][kVector];
-        CUTE_UNROLL
-        for (int i = 0; i < kAtOnce; ++i) {
-          int from = first_token + token + i * kTokenStep;
-          uint4& vector = *reinterpret_cast<uint4*>(elements[i]);
-          vector = make_uint4(0, 0, 0, 0);
-          if (exists(from, first_channel)) vector = *reinterpret_cast<uint4 const*>(elements_of(from, first_channel));
-        }
+        load(first_token + token, first_channel, elements);
         CUTE_UNROLL
         for (int i = 0; i < kAtOnce; ++i) {
           uint32_t of_token = offset_of_token(token + i * kTokenStep);
@@ -110,6 +103,7 @@ class WindowCopy {
   // Where channels go, and what their elements are multiplied by.
   CUTE_DEVICE void find_places() {
     uint8_t const* order = view_.channel_order_of(work_tile_.sequence, work_tile_.kv_head);
+    sync_warpgroup();  // all have used those of the tile before
     CUTE_NO_UNROLL
     for (int place = threadIdx.x % kWarpgroupThreads; place < Traits::kHeadDim; place += kWarpgroupThreads) {
       int position = is_value_ ? Order::channel_of_row(place) : Order::position_of_column(place);
@@ -126,13 +120,26 @@ class WindowCopy {
     sync_warpgroup();
   }
 
-  // One by one, where rows may not be read in vectors.
-  CUTE_DEVICE void copy_elements(int first_token, uint32_t stage) const {
-    CUTE_NO_UNROLL
-    for (int i = threadIdx.x % kWarpgroupThreads; i < Traits::kStageElements; i += kWarpgroupThreads) {
-      int token = i / Traits::kHeadDim, channel = i % Traits::kHeadDim, from = first_token + token;
-      uint16_t element = exists(from, channel) ? *elements_of(from, channel) : uint16_t{0};
-      store(channel, element, stage + (places_.offset[channel] ^ offset_of_token(token)));
+  // The lane's elements of kAtOnce tokens. One branch by window_vectorized is around all of them: loads between which a
+  // predicate chooses would wait for one another, as they have the same registers.
+  CUTE_DEVICE void load(int first_token, int channel, uint16_t (&elements)[kAtOnce][kVector]) const {
+    auto for_each = [&](auto&& f) {
+      CUTE_UNROLL
+      for (int i = 0; i < kAtOnce; ++i) {
+        int token = first_token + i * kTokenStep;
+        *reinterpret_cast<uint4*>(elements[i]) = make_uint4(0, 0, 0, 0);
+        if (exists(token, channel)) f(elements[i], elements_of(token, channel));
+      }
+    };
+    if (params_.window_vectorized) {
+      for_each([](uint16_t (&to)[kVector], uint16_t const* from) {
+        *reinterpret_cast<uint4*>(to) = *reinterpret_cast<uint4 const*>(from);
+      });
+    } else {
+      for_each([](uint16_t (&to)[kVector], uint16_t const* from) {
+        CUTE_UNROLL
+        for (int j = 0; j < kVector; ++j) to[j] = from[j];
+      });
     }
   }
 
