@@ -44,6 +44,7 @@ class TileDecoder {
     int loads = quarter_ == kLoadingQuarter ? operands - ahead : -ahead;
     prefetch_window();
     Operand<Traits> operand(first_operand_);
+    static_assert(kOperandStep<Traits> <= Traits::kStages, "the first operand's stage is its number");
     Stage<Traits> stage{static_cast<unsigned>(first_operand_)};
     uint8_t* block = blocks_;
     int block_stage = 0, block_phase = 1;

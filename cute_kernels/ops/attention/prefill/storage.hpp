@@ -44,7 +44,7 @@ struct Operand {
   // Not as values of the first step, keys of the last.
   CUTE_DEVICE bool exists(int tiles) const { return static_cast<unsigned>(tile) < static_cast<unsigned>(tiles); }
 
-  // By so many numbers, without a division.
+  // By so many numbers.
   template <int kNumbers>
   CUTE_DEVICE void advance() {
     if constexpr (kNumbers % 2 == 0) {
@@ -58,7 +58,8 @@ struct Operand {
 };
 
 // Where an operand is in the ring of operand stages, and the parity of how often the ring has been gone round. Carried from
-// one operand to the next: a division by the number of stages would be waited for before every tile.
+// one operand to the next: a division by the number of stages would be waited for before every tile, and
+// cutlass::PipelineState has one where it advances by more than one stage.
 template <class Traits>
 struct Stage {
   unsigned index, phase = 0;
