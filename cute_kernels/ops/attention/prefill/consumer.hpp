@@ -72,8 +72,10 @@ class Consumer {
         CUTE_NO_UNROLL
         for (; tile < end; ++tile) step<false>(tile, stage, tCrQ, tCrP, tCrO);
       }
+      unsigned no_keys = stage.index;
       stage.advance(1);
       multiply_values_and_wait(stage, tCrP, tCrO);
+      if constexpr (Traits::kReleasesKeysFirst) storage_.release(no_keys);
     } else {
       CUTE_NO_UNROLL
       for (int tile = 0; tile < tiles; ++tile) {
@@ -100,10 +102,12 @@ class Consumer {
       warpgroup_wait<1>();
     }
     stage.advance(2);
+    if constexpr (Traits::kReleasesKeysFirst && !kMasks) storage_.release(keys);
     bool rescales = finish_logits<kMasks>(tile, keys, tCrS, [&] {
       warpgroup_wait<0>();
       warpgroup_fence_operand(tCrO);
-      storage_.release(keys);
+      if constexpr (Traits::kReleasesKeysFirst && kMasks) storage_.release(keys);  // whose token order masks read
+      storage_.release(Traits::kReleasesKeysFirst ? keys + 1 : keys);
     });
     if (rescales) rescale(tCrO);
     convert(tCrS, tCrP);

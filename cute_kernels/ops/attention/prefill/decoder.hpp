@@ -39,6 +39,7 @@ class TileDecoder {
   CUTE_DEVICE void run() {
     BlockLoader<Traits> loader(params_, work_tile_, storage_, decoder_);
     int tiles = work_tile_.end - work_tile_.begin;
+    if (Traits::kClusterCtas > 1 && tiles == 0) return;  // no consumer would wait for operands
     int operands = (Operand<Traits>::count(tiles) - first_operand_ + kOperandStep<Traits> - 1) / kOperandStep<Traits>;
     int ahead = params_.block_stages;  // so many steps load a block and decode none
     int loads = quarter_ == kLoadingQuarter ? operands - ahead : -ahead;
@@ -68,6 +69,7 @@ class TileDecoder {
       ++block_stage, block += params_.stage_bytes;
       if (block_stage == ahead) block_stage = 0, block = blocks_, block_phase ^= 1;
     }
+    if constexpr (Traits::kClusterCtas > 1) storage_.wait_all_empty(stage);
   }
 
  private:

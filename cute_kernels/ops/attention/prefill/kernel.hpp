@@ -20,12 +20,12 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) prefill_kernel(CUTE_GRID_
   WorkTile const& work_tile = storage.work_tile;
   prefetch_params(params, storage.prefetched_params);
   if (threadIdx.x == 32) storage.init_barriers(params.block_stages);
+  // The fence of the barriers' initialisation is all that the other CTA waits for.
+  if constexpr (Traits::kClusterCtas > 1) cute::cluster_arrive_relaxed();
   ptx::wait_for_primary();  // nothing above reads global memory
   if (threadIdx.x == 0) storage.work_tile.look_up(params, Traits::kRows, Traits::kClusterCtas);
-  if constexpr (Traits::kClusterCtas > 1)
-    sync_whole_cluster();
-  else
-    __syncthreads();
+  if constexpr (Traits::kClusterCtas > 1) cute::cluster_wait();
+  __syncthreads();
   if (work_tile.of_absent_rows()) return;
   bool merges = Traits::kMayMerge && params.merges;
   int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroupThreads, 0);
@@ -41,10 +41,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) prefill_kernel(CUTE_GRID_
     TileDecoder<Traits>(params, work_tile, storage, stages, decoder).run();
     if (merges) sync_whole_cluster();  // as consumers do when they have their results
   }
-  // No CTA ends while another arrives at its barriers or reads its results.
-  if constexpr (Traits::kClusterCtas > 1) {
-    sync_whole_cluster();  // arrivals elsewhere are to be over
-  } else if (merges) {
+  // No CTA ends while another reads its results.
+  if (merges) {
     cute::cluster_arrive_relaxed();  // what has been read is there
     cute::cluster_wait();
   }

@@ -143,7 +143,7 @@ struct Storage {
   cutlass::arch::ClusterTransactionBarrier block_full[Traits::kDecoders][kMaxBlockStages];
   cutlass::arch::ClusterBarrier block_empty[Traits::kDecoders][kMaxBlockStages];  // of every decoding warp; no clusters
   cutlass::arch::ClusterTransactionBarrier operand_full[Traits::kBarriers];  // of every filling warp, for each operand
-  cutlass::arch::ClusterBarrier operand_empty[Traits::kBarriers];            // of every consuming warp
+  cutlass::arch::ClusterBarrier operand_empty[Traits::kStages / Traits::kReleasedOperands];  // of every consuming warp
 
   // Where O of a row of the consumer goes, with its log-sum-exp behind it: 8 rows of a warp at a time, or all of them, where
   // no consumer needs q and stages any longer.
@@ -155,22 +155,33 @@ struct Storage {
 
   // With one thread.
   CUTE_DEVICE void init_barriers(int block_stages) {
-    for (int stage = 0; stage < block_stages; ++stage)
-      for (int decoder = 0; decoder < Traits::kDecoders; ++decoder)
-        block_full[decoder][stage].init(1), block_empty[decoder][stage].init(kWarpgroupWarps);
-    for (int i = 0; i < Traits::kBarriers; ++i)
-      operand_full[i].init(kFillingWarps * Traits::kBarrierOperands),
-          operand_empty[i].init(kWarpgroupWarps * Traits::kConsumers * Traits::kClusterCtas);
+    for (int stage = 0; stage < block_stages; ++stage) {
+      for (int decoder = 0; decoder < Traits::kDecoders; ++decoder) {
+        block_full[decoder][stage].init(1);
+        if constexpr (kFillingWarps > 1) block_empty[decoder][stage].init(kWarpgroupWarps);
+      }
+    }
+    for (int i = 0; i < Traits::kBarriers; ++i) operand_full[i].init(kFillingWarps * Traits::kBarrierOperands);
+    for (auto& barrier : operand_empty) barrier.init(kWarpgroupWarps * Traits::kConsumers * Traits::kClusterCtas);
     cutlass::arch::fence_barrier_init();
   }
 
-  // Operands of a step that share barriers are waited for and released together, by the stage of either.
+  // Operands of a step that share a barrier are waited for, or released, together, by the stage of either.
   CUTE_DEVICE void wait_full(Stage<Traits> stage) {
     operand_full[barrier_of(stage.index)].wait(stage.phase);
     ptx::compiler_fence();  // the library's wait does not say that it orders memory
   }
   CUTE_DEVICE void wait_empty(Stage<Traits> stage) {
-    wait_together(operand_empty[barrier_of(stage.index)], stage.phase ^ 1);
+    wait_together(operand_empty[stage.index / Traits::kReleasedOperands], stage.phase ^ 1);
+  }
+  // By a decoder, before its CTA may end; stage: of the operand behind its last. What it has copied to the cluster's other
+  // CTA is there then, and no consumer arrives any longer.
+  CUTE_DEVICE void wait_all_empty(Stage<Traits> stage) {
+    CUTE_NO_UNROLL
+    for (int i = 0; i < Traits::kStages; i += kOperandStep<Traits>) {
+      wait_empty(stage);
+      stage.advance(kOperandStep<Traits>);
+    }
   }
   // What this warp of a decoder has stored is there for WGMMA, and goes to the cluster's other CTA with what the other warps
   // have; the token order only where a query row does not see the whole tile. There is nothing to copy where a step lacks
@@ -201,7 +212,7 @@ struct Storage {
   // This warp has used it: said to the CTA that fills it.
   CUTE_DEVICE void release(unsigned stage) {
     __syncwarp();
-    auto& barrier = operand_empty[barrier_of(stage)];
+    auto& barrier = operand_empty[stage / Traits::kReleasedOperands];
     if (threadIdx.x % 32 != 0) return;
     if constexpr (Traits::kClusterCtas > 1)
       barrier.arrive(decoding_cta<Traits>(stage));

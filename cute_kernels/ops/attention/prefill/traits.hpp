@@ -74,6 +74,9 @@ struct Traits {
   // many stages there are beside the blocks of all decoders.
   static constexpr int kDecoders = kHeadDim == 256 ? 3 - kConsumers : kConsumers == 1 ? 4 : 2;
   static constexpr int kStages = kHeadDim == 256 ? 5 - kConsumers : kConsumers == 1 ? 6 : 8;
+  // Whether keys are released ahead of the values of their step, which come later where another CTA decodes them.
+  static constexpr bool kReleasesKeysFirst = kOverlaps && kClusterCtas > 1;
+  static constexpr int kReleasedOperands = kReleasesKeysFirst ? 1 : kBarrierOperands;
   static constexpr int kBarriers = kStages / kBarrierOperands;
   static_assert(kStages % kBarrierOperands == 0);
   // All stages as K, and as V^T.
