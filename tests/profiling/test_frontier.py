@@ -183,8 +183,9 @@ def test_data(data, rng):
         assert ((sizes > 15).sum(1) == outputs.OUTLIERS).all() and ((sizes - 1).abs() < 0.05).sum() == 2 * 12
     elif data == "channel-sizes":
         assert sizes.log().std() > 0.5
-    else:
-        assert (sizes.log() - sizes.log().mean()).abs().max() < 0.3
+    else:  # medians, as one element of a heavy tail can be most of its channel's sum of squares
+        typical = x.abs().median(2).values.log()
+        assert (typical - typical.mean()).abs().max() < 0.1
     kurtosis = float((x / x.square().mean(2, keepdim=True).sqrt()).pow(4).mean())
     assert kurtosis > 5 if data == "heavy-tailed" else kurtosis == pytest.approx(3, abs=0.2)
 
