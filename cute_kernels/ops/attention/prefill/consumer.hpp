@@ -106,8 +106,8 @@ class Consumer {
     bool rescales = finish_logits<kMasks>(tile, keys, tCrS, [&] {
       warpgroup_wait<0>();
       warpgroup_fence_operand(tCrO);
-      if constexpr (Traits::kReleasesKeysFirst && kMasks) storage_.release(keys);  // whose token order masks read
-      storage_.release(Traits::kReleasesKeysFirst ? keys + 1 : keys);
+      if constexpr (!Traits::kReleasesKeysFirst || kMasks) storage_.release(keys);  // masks read their token order
+      if constexpr (Traits::kReleasesKeysFirst) storage_.release(keys + 1);
     });
     if (rescales) rescale(tCrO);
     convert(tCrS, tCrP);

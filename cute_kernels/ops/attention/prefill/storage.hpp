@@ -171,9 +171,7 @@ struct Storage {
     operand_full[barrier_of(stage.index)].wait(stage.phase);
     ptx::compiler_fence();  // the library's wait does not say that it orders memory
   }
-  CUTE_DEVICE void wait_empty(Stage<Traits> stage) {
-    wait_together(operand_empty[stage.index / Traits::kReleasedOperands], stage.phase ^ 1);
-  }
+  CUTE_DEVICE void wait_empty(Stage<Traits> stage) { wait_together(empty_of(stage.index), stage.phase ^ 1); }
   // By a decoder, before its CTA may end; stage: of the operand behind its last. What it has copied to the cluster's other
   // CTA is there then, and no consumer arrives any longer.
   CUTE_DEVICE void wait_all_empty(Stage<Traits> stage) {
@@ -212,7 +210,7 @@ struct Storage {
   // This warp has used it: said to the CTA that fills it.
   CUTE_DEVICE void release(unsigned stage) {
     __syncwarp();
-    auto& barrier = operand_empty[stage / Traits::kReleasedOperands];
+    auto& barrier = empty_of(stage);
     if (threadIdx.x % 32 != 0) return;
     if constexpr (Traits::kClusterCtas > 1)
       barrier.arrive(decoding_cta<Traits>(stage));
@@ -225,6 +223,9 @@ struct Storage {
   static constexpr int kFillingWarps = Traits::kClusterCtas > 1 ? 1 : kWarpgroupWarps;
 
   CUTE_DEVICE static unsigned barrier_of(unsigned stage) { return stage / Traits::kBarrierOperands; }
+  CUTE_DEVICE cutlass::arch::ClusterBarrier& empty_of(unsigned stage) {
+    return operand_empty[stage / Traits::kReleasedOperands];
+  }
 
   CUTE_DEVICE void copy_to_cta(unsigned stage, bool exists, bool with_order, uint32_t cta) {
     auto& full = operand_full[barrier_of(stage)];
