@@ -75,8 +75,8 @@ def sparse_attention(
             "backend": backend,
         }
 
-        def call(q: Tensor, *window: Any) -> Any:
-            return sparse_attention(q, k, v, window=window or None, **keywords)
+        def call(q: Tensor, *tensors: Any) -> Any:
+            return sparse_attention(q, k, v, window=tensors if len(operands) > 1 else window, **keywords)
 
         return gradients.without_gradient("sparse_attention", call, *operands, out=out)
     keys, values = storage_of(k, "k", "key"), storage_of(v, "v", "value")
@@ -139,7 +139,7 @@ def run(
     stages_ahead: depth of the GPU kernels' pipeline, for measurements; 0 lets them choose.
     """
     if out is not None:
-        attention_checks.apart(out, q, keys, values, k_window, v_window)
+        attention_checks.apart(out, q, attention_checks.memory(keys, values), k_window, v_window, seq_lens)
     backend = resolve(backend, q.device)
     check_codecs(keys, values, backend)
     if seq_lens is not None and backend in ("reference", "cpu"):

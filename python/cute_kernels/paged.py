@@ -72,6 +72,7 @@ __all__ = [
 ]
 
 _ALIGNMENT = 16  # bytes, of what kernels copy in vectors
+_MOST_TOKENS = 2**31 - 1  # of a sequence
 
 
 def configure(
@@ -369,6 +370,8 @@ def attend(
     checks.flag(return_lse, "return_lse")
     hint = (0, 0) if expected is None else checks.pair(expected, "expected")
     longest, total = (at_least(number, "every number of expected", 0) for number in hint)
+    if longest > _MOST_TOKENS:
+        raise ValueError(f"expected[0] must be at most {_MOST_TOKENS}, got {longest}")
     check_name(backend)
     if out is None:
         out = q.new_empty(q.shape)

@@ -96,6 +96,15 @@ def test_compiled_functions_raise_when_their_backward_pass_runs(name, rng):
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("window, error", [((), ValueError), ("near", TypeError), (torch.zeros(2), TypeError)])
+def test_windows_that_are_none_are_refused(window, error, rng):
+    x = oracle.gaussian(1, 1, 70, 64)
+    k, v = ck.compress_kv(x, x, keep=20)
+    for needs in (False, True):
+        with pytest.raises(error, match=r"window must be a pair \(k_win, v_win\)"):
+            ck.sparse_attention(oracle.gaussian(1, 1, 1, 64).requires_grad_(needs), k, v, window=window)
+
+
 def test_memory_of_the_caller_takes_no_part(rng):
     """As in torch: out= and autograd exclude each other."""
     x = oracle.gaussian(1, 1, 70, 64)

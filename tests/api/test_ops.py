@@ -119,8 +119,9 @@ def test_backends_by_name(backend, device, rng):
         assert_close(compiled(x), function(x))
 
 
-def test_sizes_change_without_end(rng):
+def test_sizes_change_without_end():
     """Caches and queries that grow: a few graphs serve them all."""
+    torch.manual_seed(0)  # which of a cache's numbers happen to be alike decides what is held fixed at first
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(lambda x: (products(x), attention(x)), backend=counter, fullgraph=True)
     sizes = [(tokens, queries) for tokens in (100, 130, 131, 200, 1000, 64, 65) for queries in (1, 2, 5)]
@@ -128,7 +129,6 @@ def test_sizes_change_without_end(rng):
         for tokens, queries in sizes:
             x = make("cpu", tokens=tokens, queries=queries, room=tokens // 9)
             assert_close(compiled(x), (products(x), attention(x)))
-    # Which of a cache's numbers happen to stay the same between the first few decides what is held fixed at first.
     assert counter.frame_count <= len(sizes) // 2
 
 

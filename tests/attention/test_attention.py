@@ -157,6 +157,17 @@ def test_logits_far_apart(backend, dtype, rng):
     check(backend, tokens=500, head_dim=128, scale=1.0, window=20, queries=3, dtype=dtype, poison=poison)
 
 
+@pytest.mark.parametrize("logit", [1e3, 1e6, 1e8])
+def test_large_logits_that_are_equal(backend, logit, rng):
+    """Weights are relative to the largest logit, not to a rounded sum."""
+    x = torch.zeros(1, 1, 200, 64, device=backend.device, dtype=torch.float16)
+    x[..., 0] = 8
+    v = oracle.gaussian(1, 1, 200, 64).to(backend.device)
+    K, V = ck.compress_kv(x, v)
+    out = ck.sparse_attention(x[:, :, :1], K, V, scale=logit / 64, backend=backend.name)
+    assert oracle.relative_error(out, v.double().mean(2, keepdim=True)) <= TOLERANCE[torch.float16]
+
+
 def test_queries_that_see_nothing(backend, rng):
     """5 queries, 2 tokens: the first 3 see none."""
     out, lse = check(backend, queries=5, tokens=2)
@@ -319,6 +330,28 @@ def test_return_value_and_out(backend, rng):
     given.fill_(float("nan"))
     also, lse_also = ck.sparse_attention(q, k, v, out=given, return_lse=True, backend=backend.name)
     assert also is given and oracle.same_bits(given, plain) and oracle.same_bits(lse_also, lse)
+
+
+@pytest.mark.parametrize("name", ["row_offsets", "token_order", "channel_order", "channel_scale", "seq_lens", "blocks"])
+def test_out_in_the_memory_of_an_input(name, rng):
+    """Whatever tensor it is, in the first call and in one like the one before."""
+    x = oracle.gaussian(1, 2, 70, 64)
+    q = oracle.gaussian(1, 4, 2, 64)
+    K, V = ck.compress_kv(x, x, keep=20, codec="int8")
+    seq_lens = torch.tensor([70], dtype=torch.int32)
+    tensors = {**K.state_dict(), "seq_lens": seq_lens}
+    memory = torch.zeros(max(tensors[name].nbytes, q.nbytes) + 64, dtype=torch.uint8)
+    moved = memory[64 : 64 + tensors[name].nbytes].view(tensors[name].dtype).view(tensors[name].shape)
+    moved.copy_(tensors[name])
+    if name == "seq_lens":
+        seq_lens = moved
+    else:
+        K = ck.SparseKV.from_state_dict({**K.state_dict(), name: moved})
+    out = memory[: q.nbytes].view(q.dtype).view(q.shape)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"out must not share memory with .*{name}"):
+            ck.sparse_attention(q, K, V, seq_lens=seq_lens, out=out)
+        ck.sparse_attention(q, K, V, seq_lens=seq_lens, out=torch.empty_like(q))
 
 
 @pytest.mark.parametrize("dtype", oracle.DTYPES, ids=str)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -268,6 +270,24 @@ def test_modes_of_autograd_make_no_difference(rng):
         cache.append(k.detach(), v.detach())
         assert same_bits(cache.attend(q, backend="reference"), cache.attend(q.detach(), backend="reference"))
     assert cache.lengths.tolist() == [180, 180]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
+def test_copies_that_inference_mode_makes(copied, rng):
+    """They are written to outside of it, as the cache is."""
+    cache = make()
+    cache.prefill(*pair(2, 2, 200, 16))
+    with torch.inference_mode():
+        other = copied(cache)
+    k, v = pair(2, 2, 100, 16)
+    q = pair(2, 4, 1, 16)[0]
+    for one in (cache, other):
+        one.append(k, v)
+        one.crop(250)
+        one.fork(0)
+    assert same_bits(cache.attend(q, sequences=[0, 2]), other.attend(q, sequences=[0, 2]))
+    assert other.statistics() == cache.statistics()
+    other.reset()
 
 
 def test_one_sequence_never_reaches_another(backend, rng):

@@ -164,10 +164,21 @@ def test_options_that_do_not_compare(options):
 
 @pytest.mark.parametrize("name, error", [("cuda", ValueError), (None, TypeError), ("sm90", RuntimeError)])
 def test_a_backend_that_cannot_serve_changes_nothing(name, error):
+    """Nor where the step is two operations."""
+    torch._dynamo.reset()
     cache = make()
     k, v, q = tokens(2, device="cpu")
+
+    def step() -> torch.Tensor:
+        return cache.step(q, k, v, backend=name)
+
     with pytest.raises(error, match="backend"):
-        cache.step(q, k, v, backend=name)
+        step()
+    with pytest.raises(error, match="backend"), torch.profiler.profile():
+        step()
+    if isinstance(name, str) and error is RuntimeError:
+        with pytest.raises(error, match="backend"):
+            torch.compile(step, backend="eager")()
     assert cache.lengths.tolist() == []
 
 

@@ -127,6 +127,14 @@ def test_what_a_codec_cannot_store(rng):
             x_pruned = torch.where(x.isfinite(), x, 0.0)
             ck.compress(x_pruned, role="key", out=out)
             out.validate()
+            before = ck.decompress(out)
+            values = ck.SparseKV.preallocate(x.shape, role="value", codec=codec, device="cpu")
+            with pytest.raises(ValueError, match="k holds 1 values"):
+                ck.compress(2 * x, role="key", out=out)
+            with pytest.raises(ValueError, match="v holds 1 values"):
+                ck.compress_kv(2 * x_pruned, x, out=(out, values))
+            assert same(ck.decompress(out), before)
+            out.validate()
 
 
 def test_it_takes_less_memory(rng):

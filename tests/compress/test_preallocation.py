@@ -84,6 +84,17 @@ def test_copies_are_preallocated_alike(shape, keep, device, rng):
     assert same(out, ck.compress(x, role="value", keep=10))
 
 
+def test_made_in_inference_mode(device, rng):
+    """It is written to outside of it, and so are its copies."""
+    x = oracle.gaussian(1, 2, 100, 64).to(device)
+    with torch.inference_mode():
+        made = ck.SparseKV.preallocate(x.shape, role="key", device=device)
+        copies = made, copy.deepcopy(made), pickle.loads(pickle.dumps(made))
+    for out in copies:
+        ck.compress(x, role="key", out=out)
+        assert oracle.same_bits(ck.decompress(out), x)
+
+
 @pytest.mark.parametrize("role", ROLES)
 def test_takes_any_pattern_without_keep(role, device, rng):
     shape = (1, 2, 130, 128)

@@ -222,8 +222,10 @@ def test_attention_mass(device, rng):
                     seen = 20 - 5 + i if causal else 20
                     logits = 0.25 * (k[b, h // G, :seen].double() @ q[b, h, i].double())
                     mass[b, h // G, :seen] += logits.softmax(0).numpy()
-        got = rules.attention_mass(q.to(device), k.to(device), causal=causal)
-        assert got.dtype == torch.float32 and torch.allclose(got.cpu().double(), torch.from_numpy(mass), atol=1e-5)
+        for autocast in (False, True):
+            with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+                got = rules.attention_mass(q.to(device), k.to(device), causal=causal)
+            assert got.dtype == torch.float32 and torch.allclose(got.cpu().double(), torch.from_numpy(mass), atol=1e-5)
 
 
 def test_attention_mass_without_queries():

@@ -184,6 +184,16 @@ def test_single_token_takes_any_last_stride(backend, rng):
     check(ck.sparse_av(p, v, backend=backend.name), oracle.av(p, dense), torch.float16)
 
 
+def test_autocast_makes_no_difference(backend, rng):
+    k, dense = sparse(oracle.gaussian(1, 2, 200, 128), "key", 38, backend.device)
+    v, _ = sparse(oracle.gaussian(1, 2, 200, 128), "value", 38, backend.device)
+    q, p = oracle.gaussian(1, 4, 3, 128).to(backend.device), weights(1, 4, 3, 200).to(backend.device)
+    with torch.autocast(backend.device.type, torch.bfloat16):
+        logits, out = ck.sparse_qk(q, k, backend=backend.name), ck.sparse_av(p, v, backend=backend.name)
+    check(logits, oracle.qk(q, dense), torch.float32)
+    assert oracle.same_bits(out, ck.sparse_av(p, v, backend=backend.name))
+
+
 def test_out(backend, rng):
     x = oracle.gaussian(1, 2, 100, 128)
     k, keys = sparse(x, "key", 38, backend.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -68,10 +69,20 @@ def lengths(seq_lens: Tensor, tokens: int) -> None:
 def apart(
     out: Tensor,
     q: Tensor,
-    keys: Storage,
-    values: Storage,
+    caches: Iterable[checks.Extent],
     k_window: Tensor | None = None,
     v_window: Tensor | None = None,
+    seq_lens: Tensor | None = None,
 ) -> None:
-    """`out` shares no memory with the inputs."""
-    checks.apart(out, q=q, k=keys.blocks, v=values.blocks, **{"window[0]": k_window, "window[1]": v_window})
+    """`out` shares no memory with the inputs. caches: `memory` of them."""
+    checks.apart_from(out, caches)
+    checks.apart(out, q=q, **{"window[0]": k_window, "window[1]": v_window}, seq_lens=seq_lens)
+
+
+def memory(keys: Storage, values: Storage) -> list[checks.Extent]:
+    """Where all tensors of both are."""
+    return [
+        extent
+        for name, storage in (("k", keys), ("v", values))
+        for extent in checks.extents(**{f"{name}.{field}": tensor for field, tensor in storage.tensors().items()})
+    ]

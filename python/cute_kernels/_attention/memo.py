@@ -46,6 +46,7 @@ class AttentionCall:
         _, causal, self._return_lse, _, _ = options
         self._scaling = {"scale": factor, "causal": causal, "num_splits": splits}
         self._name = name
+        self._memory: list[checks.Extent] | None = None  # of the caches
         # What the last window was like, and the problem with it.
         self._packed: tuple[Any, _C.AttentionProblem] = None, self._pack(q, None)
 
@@ -79,7 +80,10 @@ class AttentionCall:
             out = q.new_empty(*self._shape)  # torch takes longer over a torch.Size
         else:
             checks.output(out, q.shape, q.dtype, q.device)
-            attention_checks.apart(out, q, keys, values, *(window or ()))
+            if self._memory is None:
+                self._memory = attention_checks.memory(keys, values)
+            k_window, v_window = window or (None, None)
+            attention_checks.apart(out, q, self._memory, k_window, v_window, seq_lens)
         if seq_lens is not None:
             if self._name == "cpu":
                 attention_checks.lengths(seq_lens, keys.shape[2])

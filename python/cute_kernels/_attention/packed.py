@@ -73,6 +73,7 @@ def check(cu_seqlens_q: Any, max_seqlen_q: Any, q: Tensor) -> PackedQueries | No
             f"cu_seqlens_q must be contiguous, of shape (B + 1,), got {tuple(cu_seqlens_q.shape)} with strides "
             f"{tuple(cu_seqlens_q.stride())}"
         )
+    cu_seqlens_q = checks.plain(cu_seqlens_q)
     if cu_seqlens_q.device != q.device and cu_seqlens_q.device.type != "cpu":
         raise ValueError(f"cu_seqlens_q must be on the device of q, {q.device}, or the cpu, got {cu_seqlens_q.device}")
     if q.shape[0] != 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from collections.abc import Iterable, Sequence
@@ -63,6 +64,13 @@ class CacheCore:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.number = cache_ops.register(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CacheCore:
+        copied = object.__new__(type(self))
+        memo[id(self)] = copied
+        with torch.inference_mode(False):  # as in __init__
+            copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return copied
 
     @property
     def content(self) -> Tensor:
@@ -304,8 +312,7 @@ class CacheCore:
             return self._step(q, k, v, scale, backend, tokens_first)
         cache_checks.step(self.config, k, v, q)
         factor = self.scale(scale)
-        check_name(backend)
-        cache_ops.append(self, k, v, None)
+        cache_ops.append(self, k, v, None, check_name(backend))
         out, _ = cache_ops.attend(self, q, factor, True, False, None, None, backend)
         return out.transpose(1, 2) if tokens_first else out
 

@@ -20,6 +20,7 @@ from cute_kernels._attention import packed as packed_queries
 from cute_kernels._attention.packed import PackedQueries
 from cute_kernels._cache import checks
 from cute_kernels._runtime import ops
+from cute_kernels._runtime.backends import resolve
 
 Sequences = Sequence[int] | Tensor | None  # rows of a cache that a call names
 
@@ -76,8 +77,9 @@ def _target(number: int) -> Target:
     return target
 
 
-def append(target: Target, k: Tensor, v: Tensor, sequences: Sequences) -> None:
-    _APPEND(target.content, target.number, k, v, *_named(target, sequences))
+def append(target: Target, k: Tensor, v: Tensor, sequences: Sequences, backend: str | None = None) -> None:
+    """backend: of an `attend` that follows: what cannot serve it raises before anything changes."""
+    _APPEND(target.content, target.number, k, v, *_named(target, sequences), backend)
 
 
 def attend(
@@ -111,10 +113,18 @@ def _named(target: Target, sequences: Sequences) -> tuple[Sequence[int] | None, 
 
 
 def _append(
-    content: Tensor, number: int, k: Tensor, v: Tensor, rows: Sequence[int] | None, row_tensor: Tensor | None
+    content: Tensor,
+    number: int,
+    k: Tensor,
+    v: Tensor,
+    rows: Sequence[int] | None,
+    row_tensor: Tensor | None,
+    backend: str | None = None,
 ) -> None:
     target = _target(number)
     checks.new_tokens(target.config, k, v)  # again: a compiler may have changed their strides
+    if backend is not None:
+        resolve(backend, content.device)
     target.append(k, v, rows if row_tensor is None else row_tensor)
 
 
@@ -141,7 +151,9 @@ def _attend(
 
 _NAMED = "SymInt[]? rows, Tensor? row_tensor"
 _APPEND = ops.define(
-    f"kv_cache_append(Tensor(a!) content, SymInt number, Tensor k, Tensor v, {_NAMED}) -> ()", _append, ops.no_results
+    f"kv_cache_append(Tensor(a!) content, SymInt number, Tensor k, Tensor v, {_NAMED}, str? backend=None) -> ()",
+    _append,
+    ops.no_results,
 )
 _ATTEND = ops.define(
     f"kv_cache_attend(Tensor content, SymInt number, Tensor q, {_NAMED}, Tensor? cu_seqlens_q, SymInt? max_seqlen_q, "

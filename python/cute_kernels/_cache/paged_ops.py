@@ -90,7 +90,9 @@ def attend(
     lse: Tensor | None,
 ) -> None:
     """Behind the checks; writes out and lse."""
-    checks.apart(out, q=q, blocks=pool.blocks)
+    held = pool.tensors() if windows is None else pool.tensors() | windows.tensors("windows.")
+    starts = None if packed is None else packed.starts
+    checks.apart(out, q=q, **held, lengths=lengths, sequences=sequences, cu_seqlens_q=starts)
     name = resolve(backend, pool.device)
     rows = q.shape[0] if packed is None else packed.rows
     checks_held = packed is not None and pool.device.type == "cpu"

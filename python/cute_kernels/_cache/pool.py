@@ -25,11 +25,25 @@ class _Tensors:
         """The fields alone: a copy makes views of its own tensors."""
         return {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update({name: writable(value) for name, value in state.items()})
+
+    def tensors(self, prefix: str = "") -> dict[str, Tensor]:
+        """Those among the fields, by the fields' names behind the prefix."""
+        return {prefix + name: value for name, value in self.__getstate__().items() if isinstance(value, Tensor)}
+
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        values = (getattr(self, field.name) for field in fields(self))  # type: ignore[arg-type]
-        return sum(value.nbytes for value in values if isinstance(value, Tensor))
+        return sum(value.nbytes for value in self.tensors().values())
+
+
+def writable(value: Any) -> Any:
+    """A copy of a tensor that was made in inference mode, which nothing outside may write to; else the value itself."""
+    if not isinstance(value, Tensor) or not value.is_inference():
+        return value
+    with torch.inference_mode(False):
+        return value.clone()
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,7 +138,7 @@ class Pool(_Tensors):
         )
 
     def initialize(self) -> None:
-        """Makes all slots empty tiles, channel orders those of memory, scales 1, and the page table one without
+        """Makes all slots empty tiles, channel orders those of memory, their scales 1, and the page table one without
         pages."""
         self.blocks.zero_()
         padded, first = self.key_channels.shape[-1], 0

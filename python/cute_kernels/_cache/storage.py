@@ -18,7 +18,7 @@ from cute_kernels._attention.problem import pack_problem
 from cute_kernels._cache import extend, page_pool
 from cute_kernels._cache.config import CacheConfig
 from cute_kernels._cache.extend import Run, Tiles
-from cute_kernels._cache.pool import Pool, Share, Windows
+from cute_kernels._cache.pool import Pool, Share, Windows, writable
 from cute_kernels._cache.sequences import TILE, Changes, Row
 from cute_kernels._runtime.extension import _C
 from cute_kernels._storage.storage import BITMAP
@@ -106,6 +106,9 @@ class CacheStorage:
     def __getstate__(self) -> dict[str, object]:
         """Without the problem, which points to this object's tensors: a copy packs its own."""
         return self.__dict__ | {"_problem": (None, None)}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update({name: writable(value) for name, value in state.items()})
 
     def numbers(self, rows: Sequence[int], *, capturing: bool = False) -> Tensor:
         """The rows' numbers, (n,) int32 on the device."""

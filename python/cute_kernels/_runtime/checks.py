@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import numbers
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -237,16 +237,29 @@ def output(out: Any, expected: Sequence[int], expected_dtype: torch.dtype, of: t
         raise ValueError("out must not have a pending negation, got a tensor with is_neg()")
 
 
+Extent = tuple[int, int, str]  # first address of a tensor's memory, the one behind it, and the tensor's name
+
+
 def apart(out: Tensor, **inputs: Tensor | None) -> None:
     """Raises ValueError if `out`, which is contiguous, shares memory with an input; for tensors with data."""
+    apart_from(out, extents(**inputs))
+
+
+def apart_from(out: Tensor, memory: Iterable[Extent]) -> None:
+    """`apart`, of inputs that are known."""
     begin = out.data_ptr()
     end = begin + out.nbytes
-    for name, value in inputs.items():
-        if value is None:
-            continue
-        address = value.data_ptr()
-        if address < end and begin < address + _reach(value):
+    for first, behind, name in memory:
+        if first < end and begin < behind:
             raise ValueError(f"out must not share memory with {name}")
+
+
+def extents(**inputs: Tensor | None) -> list[Extent]:
+    return [
+        (address := value.data_ptr(), address + _reach(value), name)
+        for name, value in inputs.items()
+        if value is not None
+    ]
 
 
 def _reach(value: Tensor) -> int:

@@ -73,8 +73,8 @@ def _plan(kernels: Kernels, caches: list[Cache], totals: Tensor, stream: int) ->
     )
     parts: list[_Parts] = []
     longest = torch.empty(len(caches), tiles, dtype=torch.int32, device=device)
-    counts: list[Tensor] = []
-    for cache, cache_totals in zip(caches, totals):
+    selections = _select(kernels, caches, totals, stream)
+    for cache, cache_totals, (masks, count, scales) in zip(caches, totals, selections):
         out = cache.out
         if out is None:
             channel_order = torch.empty(batch, kv_heads, padded, dtype=torch.uint8, device=device)
@@ -82,9 +82,6 @@ def _plan(kernels: Kernels, caches: list[Cache], totals: Tensor, stream: int) ->
         else:
             assert out.totals is not None
             channel_order, row_offsets, cache_totals = out.channel_order, out.row_offsets, out.totals
-        written = cache_totals if cache.codec in SCALED_CODECS else None
-        masks, count, scales = steps.select(kernels, cache.x, cache.kept, stream, cache.codec, written)
-        counts.append(count)
         channel_scale = by_channel = None
         if scales is not None:
             by_channel = scales.by_channel
@@ -106,16 +103,36 @@ def _plan(kernels: Kernels, caches: list[Cache], totals: Tensor, stream: int) ->
         address(longest[1]) if second else 0,
         stream,
     )
-    for cache, part, streams, count in zip(caches, parts, longest, counts):
+    for cache, part, streams, (_, count, _) in zip(caches, parts, longest, selections):
         steps.offsets(kernels, streams, count, head_dim, cache.codec, part.row_offsets, part.totals, stream)
     return parts
+
+
+def _select(
+    kernels: Kernels, caches: list[Cache], totals: Tensor, stream: int
+) -> list[tuple[Tensor, Tensor, steps.Scales | None]]:
+    """As `steps.select` of every cache. On a CPU what a codec cannot store raises before any `out` is written."""
+    selections: list[tuple[Tensor, Tensor, steps.Scales | None]] = []
+    on_cpu = kernels.device.type == "cpu"
+    for cache, of_cache in zip(caches, totals):
+        if cache.out is not None and not on_cpu:
+            assert cache.out.totals is not None
+            of_cache = cache.out.totals
+        written = of_cache if cache.codec in SCALED_CODECS else None
+        selections.append(steps.select(kernels, cache.x, cache.kept, stream, cache.codec, written))
+    if on_cpu:
+        for cache, of_cache in zip(caches, totals):
+            if cache.codec in SCALED_CODECS:
+                check_refused(cache, int(of_cache[-1]))
+        for cache in caches:
+            if cache.out is not None and cache.out.totals is not None:
+                cache.out.totals[-1] = 0
+    return selections
 
 
 def _fill(kernels: Kernels, cache: Cache, parts: _Parts, stream: int) -> Storage:
     out = cache.out
     assert out is not None
-    if kernels.device.type == "cpu" and cache.codec in SCALED_CODECS:
-        check_refused(cache, int(parts.totals[-1]))
     if out.token_order is not parts.token_order:  # values of a pair
         out.token_order.copy_(parts.token_order)
     rows = out.blocks.shape[0]

@@ -25,16 +25,17 @@ def preallocated(shape: Any, dtype: Any, role: Any, sparsity: Any, keep: Any, co
     tiles = sizes[0] * sizes[1] * tile_reader.tiles_per_head(sizes[2])
     shortest = steps.rows_before_values(padded, codec)
     totals = [tiles * shortest, shortest if tiles else 0, 0, 0]
-    return Storage(
-        **steps.empty_tensors(sizes, kept, codec, target),
-        role=role,
-        dtype=dtype,
-        codec=codec,
-        shape=torch.Size(sizes),
-        max_tile_rows=steps.rows_of_tile(padded, kept, codec) if tiles else 0,
-        keep=kept,
-        totals=torch.tensor(totals, dtype=torch.int64, device=target),
-    )
+    with torch.inference_mode(False):  # tensors made in it could not be written to outside of it
+        return Storage(
+            **steps.empty_tensors(sizes, kept, codec, target),
+            role=role,
+            dtype=dtype,
+            codec=codec,
+            shape=torch.Size(sizes),
+            max_tile_rows=steps.rows_of_tile(padded, kept, codec) if tiles else 0,
+            keep=kept,
+            totals=torch.tensor(totals, dtype=torch.int64, device=target),
+        )
 
 
 def refilled(content: Storage, keep: int) -> Storage:

@@ -57,6 +57,8 @@ def check_tensors(storage: Storage) -> None:
         if tensor.layout != torch.strided or tensor.is_nested or tensor.device.type not in ("cpu", "cuda"):
             kind = "a nested one" if tensor.is_nested else tensor.layout
             raise ValueError(f"{name}: must be a dense tensor on a cpu or cuda device, got {kind} on {tensor.device}")
+        if not torch.compiler.is_compiling() and tensor.is_neg():  # a compiler cannot trace is_neg
+            raise ValueError(f"{name}: must not have a pending negation, got a tensor with is_neg()")
     batch, kv_heads, tokens, head_dim = storage.shape
     padded = _C.format.padded_head_dim(head_dim) if head_dim < 2**31 else 0
     if padded == 0:

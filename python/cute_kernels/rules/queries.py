@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels._runtime import checks
+from cute_kernels._runtime.reference import without_autocast
 from cute_kernels.rules.base import GROUP_TOKENS, Rule, floats, largest, largest_of_groups, positive
 
 _TOKENS_AT_A_TIME = 1024  # whose squares are in memory
@@ -111,7 +112,8 @@ def attention_mass(q: Tensor, k: Tensor, *, scale: float | None = None, causal: 
         raise ValueError(f"q must be of the newest of k's T = {tokens} tokens, got Sq = {count}")
     if 0 in q.shape[:3]:  # no query, but maybe more tokens than fit into a mask
         return torch.zeros(k.shape[:3], device=k.device)
-    logits = queries @ k.float().transpose(-1, -2)[:, :, None]
+    with without_autocast(queries):
+        logits = queries @ k.float().transpose(-1, -2)[:, :, None]
     logits *= factor
     if causal:
         hidden = torch.ones(count, tokens, dtype=torch.bool, device=q.device).triu_(tokens - count + 1)
