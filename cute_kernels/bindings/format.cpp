@@ -205,7 +205,7 @@ SparseView make_view(uintptr_t blocks, uintptr_t row_offsets, uintptr_t token_or
 SparseView make_paged_view(uintptr_t blocks, uintptr_t tile_rows, uintptr_t token_order, uintptr_t channel_order,
                            uintptr_t channel_scale, int role, int dtype, int codec, int sequences, int kv_heads,
                            int head_dim, int max_tile_rows, uintptr_t page_table, int pages_per_sequence,
-                           int tiles_per_page, int slot_rows, uintptr_t rows_before, bool shares_orders,
+                           int tiles_per_page, int slot_rows, int pages, uintptr_t rows_before, bool shares_orders,
                            int tile_format) {
   int64_t const tokens = int64_t{pages_per_sequence} * tiles_per_page * format::kTileTokens;
   SparseView view = make_view(blocks, tile_rows, token_order, channel_order, channel_scale, role, dtype, codec,
@@ -215,6 +215,7 @@ SparseView make_paged_view(uintptr_t blocks, uintptr_t tile_rows, uintptr_t toke
   view.pages.pages_per_sequence = pages_per_sequence;
   view.pages.tiles_per_page = tiles_per_page;
   view.pages.slot_rows = slot_rows;
+  view.pages.count = pages;
   view.pages.rows_before = to_pointer<int32_t const>(rows_before);
   return view;
 }
@@ -329,7 +330,7 @@ void bind_format(py::module_& m) {
       .def_static("paged", &make_paged_view, "blocks"_a, "tile_rows"_a, "token_order"_a, "channel_order"_a,
                   "channel_scale"_a, "role"_a, "dtype"_a, "codec"_a, "sequences"_a, "kv_heads"_a, "head_dim"_a,
                   "max_tile_rows"_a, "page_table"_a, "pages_per_sequence"_a, "tiles_per_page"_a, "slot_rows"_a,
-                  "rows_before"_a, "shares_orders"_a = false, "tile_format"_a = 0,
+                  "pages"_a, "rows_before"_a, "shares_orders"_a = false, "tile_format"_a = 0,
                   "The storage of a pool of pages, see format/storage.hpp");
 }
 

@@ -41,7 +41,12 @@ struct AppendState {
     slot = stores ? find_slot(a.views[0], sequence, kv_head, tile()) : 0;
   }
   __device__ int tile() const { return (compressed + begin) / kTileTokens; }
-  __device__ bool fits(Windows const& windows) const { return total <= windows.capacity && slot != kNoSlot; }
+  __device__ bool lengths_are_possible(Windows const& windows) const {
+    return held >= 0 && held <= windows.capacity && compressed >= 0;
+  }
+  __device__ bool fits(Windows const& windows) const {
+    return lengths_are_possible(windows) && total <= windows.capacity && slot != kNoSlot;
+  }
 };
 
 // Eight values from where they may not be aligned.
@@ -147,7 +152,7 @@ __global__ void __launch_bounds__(AppendShape<HeadDim, kNarrow>::kThreads, Appen
   bool fits = state.fits(a.windows);
   int64_t head = int64_t{sequence} * kv_heads + kv_head, window = head * a.windows.capacity * x.head_dim;
   uint16_t *keys = a.windows.keys + window, *values = a.windows.values + window;
-  if (state.stores) {  // while the slot is looked up
+  if (state.stores && state.lengths_are_possible(a.windows)) {  // while the slot is looked up
     auto prefetch = [&](void const* from, int bytes) {
       constexpr int kLine = 128;
 #pragma unroll 1

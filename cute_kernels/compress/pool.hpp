@@ -19,13 +19,14 @@ struct Pool {
 
 inline constexpr int64_t kNoSlot = -1;
 
-// The slot of a sequence's tile in a pool; kNoSlot where there is no page.
+// The slot of a sequence's tile in a pool; kNoSlot where there is no page, or none that the pool has.
 CUTE_HOST_DEVICE constexpr int64_t find_slot(format::Pages const& pages, int sequences, int kv_heads, int sequence,
                                              int kv_head, int64_t tile) {
   if (sequence < 0 || sequence >= sequences || tile < 0) return kNoSlot;
   if (tile >= int64_t{pages.pages_per_sequence} * pages.tiles_per_page) return kNoSlot;
   int64_t page = pages.table[int64_t{sequence} * pages.pages_per_sequence + tile / pages.tiles_per_page];
-  return page < 0 ? kNoSlot : (page * kv_heads + kv_head) * pages.tiles_per_page + tile % pages.tiles_per_page;
+  if (page < 0 || page >= pages.count) return kNoSlot;
+  return (page * kv_heads + kv_head) * pages.tiles_per_page + tile % pages.tiles_per_page;
 }
 CUTE_HOST_DEVICE constexpr int64_t find_slot(format::SparseView const& view, int sequence, int kv_head, int64_t tile) {
   return find_slot(view.pages, view.batch, view.kv_heads, sequence, kv_head, tile);

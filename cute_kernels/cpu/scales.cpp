@@ -50,7 +50,7 @@ int tile_token_scales(DenseView const& x, int64_t head, int64_t first_token, uin
   format::visit_codec(id, [&](auto codec) {
     if constexpr (decltype(codec)::kHasScales)
       for (int i = 0; i < kTileTokens; ++i) {
-        TokenScale result{format::kScaleOfOne, 0};
+        TokenScale result{format::token_scale(0, codec.kLargest), 0};
         if (first_token + i < x.tokens)
           result = token_scale_of(x.row(head, first_token + i), masks + int64_t{i} * mask_words, x.head_dim, x.dtype,
                                   codec.kHasNan, codec.kLargest, per_channel);

@@ -30,10 +30,12 @@ Sequence sequence_of(Problem const& problem, int row) {
   Sequence sequence{index, tokens_of(problem.lengths, keys.tokens),
                     tokens_of(problem.window.lengths, problem.window.tokens)};
   if (keys.pages.table)
-    for (int64_t page = 0; page * keys.pages.tiles_per_page < sequence.compressed_tiles(); ++page)
-      if (keys.pages.table[int64_t{index} * keys.pages.pages_per_sequence + page] < 0)
+    for (int64_t page = 0; page * keys.pages.tiles_per_page < sequence.compressed_tiles(); ++page) {
+      int32_t const found = keys.pages.table[int64_t{index} * keys.pages.pages_per_sequence + page];
+      if (found < 0 || found >= keys.pages.count)
         throw std::invalid_argument("the page table has no page " + std::to_string(page) + " for sequence " +
                                     std::to_string(index) + " of " + std::to_string(sequence.compressed) + " tokens");
+    }
   return sequence;
 }
 

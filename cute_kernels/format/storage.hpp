@@ -23,6 +23,7 @@ struct Pages {
   int pages_per_sequence = 0;
   int tiles_per_page = 0;
   int slot_rows = 0;                     // from one slot to the next
+  int count = 0;                         // pages of the pool
   int32_t const* rows_before = nullptr;  // (slots): rows of the slot before this block; null: none
 };
 

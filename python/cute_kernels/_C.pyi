@@ -105,6 +105,7 @@ class SparseView:
         pages_per_sequence: int,
         tiles_per_page: int,
         slot_rows: int,
+        pages: int,
         rows_before: int,
         shares_orders: bool = ...,
         tile_format: int = ...,

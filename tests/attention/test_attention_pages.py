@@ -65,6 +65,7 @@ class Pool:
                     self.page_table.shape[1],
                     self.tiles_per_page,
                     self.blocks.shape[1],
+                    self.blocks.shape[0] // (kv_heads * self.tiles_per_page),
                     0 if kv.role == "key" else self.rows[0].data_ptr(),
                 )
             )

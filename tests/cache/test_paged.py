@@ -214,6 +214,76 @@ def test_bad_sizes(options, error, message):
         paged.configure(**{"kv_heads": 2, "head_dim": 64, **options})
 
 
+@pytest.mark.parametrize("page", [12, 13, 2**31 - 1, -2, -(2**31)])
+def test_pages_that_the_pool_does_not_have(page, device, rng):
+    """Nothing is written or read there, and the error is set; a CPU refuses to attend to them."""
+    engine = make_engine(device, window=0)
+    pool, windows, lengths = engine.pool, engine.windows, engine.lengths
+    k, v = tokens_of(engine, TILE, 1).to(device)
+    pool.page_table[0] = page
+    content = pool.blocks.clone(), pool.key_rows.clone(), pool.token_order.clone()
+
+    def store():
+        paged.store(pool, k, v, engine.index([0]), engine.index([0]))
+
+    def append():
+        paged.append(pool, windows, lengths, k[:, :, :1], v[:, :, :1], engine.index([0]))
+
+    def export():
+        assert not any(x.any() for x in paged.export(pool, 0, 0, 2))
+
+    for call in (store, append, export):
+        windows.lengths[0] = TILE - 1
+        pool.error.zero_()
+        call()
+        assert int(pool.error) == 1, call
+        now = pool.blocks, pool.key_rows, pool.token_order
+        assert all(map(torch.equal, content, now)) and int(windows.lengths[0]) == TILE - 1 and not lengths.any()
+    engine.check_memory()
+    if engine.device.type == "cpu":
+        lengths[0] = TILE
+        with pytest.raises(ValueError, match="the page table has no page 0 for sequence 0"):
+            paged.attend(oracle.gaussian(1, 4, 1, 64), pool, windows, lengths)
+
+
+@pytest.mark.parametrize("stores", [False, True])
+@pytest.mark.parametrize(
+    "length, held", [(-64, 0), (-640, 0), (0, -1), (0, -3), (0, -(2**31)), (0, 1000), (0, 2**31 - 1)]
+)
+def test_lengths_that_no_sequence_has(length, held, stores, device, rng):
+    engine = make_engine(device)
+    pool, windows, lengths = engine.pool, engine.windows, engine.lengths
+    engine.give_pages(1, 5 * TILE)
+    k, v = tokens_of(engine, TILE if stores else 1, 1).to(device)
+    lengths[1], windows.lengths[1] = length, held
+    content = pool.blocks.clone(), windows.keys.clone(), windows.values.clone()
+    paged.append(pool, windows, lengths, k, v, engine.index([1]))
+    assert int(pool.error) == 1 and (int(lengths[1]), int(windows.lengths[1])) == (length, held)
+    assert all(map(torch.equal, content, (pool.blocks, windows.keys, windows.values)))
+    engine.check_memory()
+
+
+def test_results_apart_from_what_is_read(rng):
+    """Whatever tensor of the pool, the windows or the call lies in the memory of the result."""
+    engine = make_engine("cpu", codec="int8")
+    engine.extend(0, tokens_of(engine, 200))
+    q, sequences = oracle.gaussian(1, 4, 1, 64), engine.index([0])
+    tensors = engine.pool.tensors() | engine.windows.tensors() | {"lengths": engine.lengths, "sequences": sequences}
+    for name, tensor in tensors.items():
+        if name in ("dropped", "refused", "error", "arrivals"):
+            continue
+        memory = torch.zeros(max(tensor.nbytes, q.nbytes) + 64, dtype=torch.uint8)
+        moved = memory[64 : 64 + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        named = {field: engine.pool.tensors()[field] for field in engine.config.pool_tensors(12, 3, 6)}
+        held = {field: engine.windows.tensors()[field] for field in engine.config.window_tensors(3)}
+        pool = paged.make_pool(engine.config, {field: moved if field == name else x for field, x in named.items()})
+        windows = paged.make_windows(engine.config, {field: moved if field == name else x for field, x in held.items()})
+        lengths = moved if name == "lengths" and tensor is engine.lengths else engine.lengths
+        out = memory[: q.nbytes].view(q.dtype).view(q.shape)
+        with pytest.raises(ValueError, match=f"out must not share memory with .*{name}"):
+            paged.attend(q, pool, windows, lengths, moved if name == "sequences" else sequences, out=out)
+
+
 def test_bad_tensors():
     config = paged.configure(kv_heads=2, head_dim=64, keep=20)
     tensors = {name: size.empty("cpu") for name, size in config.pool_tensors(3, 2, 2).items()}
@@ -275,6 +345,8 @@ def test_bad_calls(rng):
         (lambda: paged.attend(q, pool, windows, lengths, scale=float("nan")), ValueError, "scale"),
         (lambda: paged.attend(q, pool, windows, lengths, backend="sm99"), ValueError, "backend"),
         (lambda: paged.attend(q, pool, windows, lengths, expected=3), TypeError, "expected"),
+        (lambda: paged.attend(q, pool, windows, lengths, expected=(2**31, 0)), ValueError, r"expected\[0\] must be"),
+        (lambda: paged.attend(q, pool, windows, lengths, expected=(0, 2**63)), ValueError, "expected must be"),
         (lambda: paged.attend(q, pool, windows, lengths, out=q), ValueError, "out must not share memory"),
         (lambda: paged.export(pool, 0, 5, 2), ValueError, "tiles must be within the 6"),
         (lambda: paged.store(pool, k, k, engine.index([0]), engine.index([0, 1])), ValueError, "first_tiles must be"),

@@ -116,6 +116,17 @@ def test_products(dtype, codec, name, rng):
             assert oracle.relative_error(got, oracle.av(p, exact(v))) <= TOLERANCE[dtype], p_dtype
 
 
+@pytest.mark.parametrize("codec", NARROW)
+def test_weights_beside_those_of_tokens_without_nonzeros(codec, name, rng):
+    """However much larger these are: the others lose nothing."""
+    v = oracle.gaussian(1, 2, 300, 128, device="cuda", scale=2000)  # results are normal numbers
+    empty = torch.rand(300, device="cuda") < 0.5
+    v[:, :, empty] = 0
+    V = ck.compress(v, role="value", keep=64, codec=codec)
+    p = torch.where(empty, 1.0, (1 + torch.rand(1, 8, 3, 300, device="cuda")) * 2.0**-24)
+    assert oracle.relative_error(ck.sparse_av(p, V, backend=name), oracle.av(p, exact(V))) <= TOLERANCE[v.dtype]
+
+
 def test_queries_of_any_size(name, rng):
     """Rows of q, channels of keys and tokens of values whose sizes are far apart."""
     k = oracle.gaussian(1, 1, 200, 128) * 2.0 ** torch.randint(-6, 7, (128,))

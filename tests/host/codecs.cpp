@@ -103,7 +103,8 @@ void check_scales() {
       check(scale * 1.0000001 >= exact && scale <= exact * (1 + 1 / 127.), "a token's scale is rounded up", i);
     }
   }
-  check(scale_value(token_scale(0, 7)) == 1 && scale_value(token_scale(INFINITY, 7)) == std::ldexp(1, 48) &&
+  check(scale_value(token_scale(0, 7)) == std::ldexp(1, -48) &&
+            scale_value(token_scale(INFINITY, 7)) == std::ldexp(1, 48) &&
             scale_value(token_scale(std::ldexp(1.f, -140), 7)) == std::ldexp(1, -48),
         "the bounds of a token's scale");
 }

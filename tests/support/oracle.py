@@ -97,13 +97,13 @@ def channel_scales(x: torch.Tensor, scale_tokens: int = SCALE_TOKENS) -> torch.T
 
 
 def token_scales(pruned: torch.Tensor, of_channel: torch.Tensor, largest_number: float) -> torch.Tensor:
-    """(B, H, T, 1) float64: bf16, rounded up, of the largest finite magnitude relative to the channels' scales."""
+    """(B, H, T, 1) float64: bf16, rounded up, of the largest finite magnitude relative to the channels' scales; the
+    least one of a token without any."""
     ratio = (pruned.float().abs() * (1 / of_channel.float())).double()
     largest = torch.where(ratio.isfinite(), ratio, 0.0).amax(-1, keepdim=True)
     quotient = (largest.float() / largest_number).numpy()
     up = ((quotient.view(np.uint32).astype(np.int64) + 0xFFFF) >> 16 << 16).astype(np.uint32).view(np.float32)
-    scale = torch.from_numpy(up).double().clamp(2.0**-48, 2.0**48)
-    return torch.where(largest > 0, scale, 1.0)
+    return torch.from_numpy(up).double().clamp(2.0**-48, 2.0**48)
 
 
 def narrow(

@@ -51,9 +51,9 @@ struct ChannelSum {
   }
 };
 
-// largest: of |x| / channel's scale of what a token keeps; 0: nothing. kLargest: the codec's.
+// largest: of |x| / channel's scale of what a token keeps. If that is nothing, the scale is the least: products that are
+// rounded relative to the largest of several tokens must not lose others' beside it.
 CUTE_HOST_DEVICE uint16_t token_scale(float largest, float codec_largest) {
-  if (!(largest > 0)) return kScaleOfOne;
   return to_scale<true, kMaxScaleLog2>(largest / codec_largest);
 }
 

@@ -136,8 +136,9 @@ def append(
     sequences: int32 (n,), row i belongs to sequence sequences[i], none twice; a row of a negative one is left out.
         None: row i belongs to sequence i.
 
-    Where the window is full, or the tile has no page, nothing of that sequence changes and `pool.error` is set; the
-    same for a sequence that the pool does not have. One kernel on a GPU, which a CUDA graph can capture.
+    Where the window is full, the tile has no page or a length is negative, nothing of that sequence changes and
+    `pool.error` is set; the same for a sequence that the pool does not have. One kernel on a GPU, which a CUDA graph
+    can capture.
 
     Raises TypeError or ValueError for a wrong class, dtype, shape, stride or device.
     """
@@ -224,7 +225,7 @@ def _append_to_one(pool: Pool, windows: Windows, lengths: Tensor, k: Tensor, v: 
     begin = (total // TILE_TOKENS - 1) * TILE_TOKENS if windows.stores_full else 0  # of the tile in the window
     stores = total // TILE_TOKENS > held // TILE_TOKENS if windows.stores_full else moves
     tile = (compressed + begin) // TILE_TOKENS
-    if total > windows.capacity or (stores and not _has_page(pool, sequence, tile)):
+    if held < 0 or compressed < 0 or total > windows.capacity or (stores and not _has_page(pool, sequence, tile)):
         pool.error.fill_(1)
         return
     for window, new in ((windows.keys[sequence], k), (windows.values[sequence], v)):
@@ -244,7 +245,7 @@ def _append_to_one(pool: Pool, windows: Windows, lengths: Tensor, k: Tensor, v: 
 
 def _has_page(pool: Pool, sequence: int, tile: int) -> bool:
     page = tile // pool.tiles_per_page
-    return page < pool.page_table.shape[1] and int(pool.page_table[sequence, page]) >= 0
+    return page < pool.page_table.shape[1] and 0 <= int(pool.page_table[sequence, page]) < pool.pages
 
 
 def _tiles_at_a_time(pool: Pool, k: Tensor) -> int:

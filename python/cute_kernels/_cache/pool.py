@@ -14,7 +14,7 @@ from cute_kernels._cache.page_config import MAX_APPEND, TILE_TOKENS, PageConfig,
 from cute_kernels._cache.slot_rows import SlotRows
 from cute_kernels._runtime.extension import _C, CODEC_CODES, DTYPE_CODES, ROLE_CODES, TILE_FORMATS, own_codec
 from cute_kernels._runtime.launching import address
-from cute_kernels._storage.steps import ONE_PAIR, rows_before_values
+from cute_kernels._storage.steps import NO_NONZEROS, rows_before_values
 from cute_kernels._storage.storage import BITMAP, TWO_OF_FOUR
 
 
@@ -152,7 +152,7 @@ class Pool(_Tensors):
             rows.fill_(empty)
             if scales is not None:
                 scale_row = _C.format.scale_row(padded, TILE_FORMATS[self.tile_format])
-                self.blocks[:, first + scale_row : first + before].fill_(ONE_PAIR)
+                self.blocks[:, first + scale_row : first + before].fill_(NO_NONZEROS)
                 scales.fill_(1)
             first += empty
         for order in (self.token_order, self.key_channels, self.value_channels):
@@ -238,6 +238,7 @@ class Pool(_Tensors):
             self.page_table.shape[1],
             self.tiles_per_page,
             self.slot_rows.both,
+            self.pages,
             rows_before,
             self.shares_orders,
             TILE_FORMATS[self.tile_format],
