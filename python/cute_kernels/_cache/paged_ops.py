@@ -90,9 +90,11 @@ def attend(
     lse: Tensor | None,
 ) -> None:
     """Behind the checks; writes out and lse."""
-    held = pool.tensors() if windows is None else pool.tensors() | windows.tensors("windows.")
-    starts = None if packed is None else packed.starts
-    checks.apart(out, q=q, **held, lengths=lengths, sequences=sequences, cu_seqlens_q=starts)
+    cu_seqlens_q = None if packed is None else packed.starts
+    checks.apart(out, q=q, lengths=lengths, sequences=sequences, cu_seqlens_q=cu_seqlens_q)
+    for tensors in (pool, windows):
+        if tensors is not None:
+            checks.apart_from(out, tensors.memory)
     name = resolve(backend, pool.device)
     rows = q.shape[0] if packed is None else packed.rows
     checks_held = packed is not None and pool.device.type == "cpu"

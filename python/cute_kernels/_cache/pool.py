@@ -12,6 +12,7 @@ from torch import Tensor
 from cute_kernels._attention.problem import pack_window
 from cute_kernels._cache.page_config import MAX_APPEND, TILE_TOKENS, PageConfig, window_tensors
 from cute_kernels._cache.slot_rows import SlotRows
+from cute_kernels._runtime import checks
 from cute_kernels._runtime.extension import _C, CODEC_CODES, DTYPE_CODES, ROLE_CODES, TILE_FORMATS, own_codec
 from cute_kernels._runtime.launching import address
 from cute_kernels._storage.steps import NO_NONZEROS, rows_before_values
@@ -28,9 +29,14 @@ class _Tensors:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update({name: writable(value) for name, value in state.items()})
 
-    def tensors(self, prefix: str = "") -> dict[str, Tensor]:
-        """Those among the fields, by the fields' names behind the prefix."""
-        return {prefix + name: value for name, value in self.__getstate__().items() if isinstance(value, Tensor)}
+    def tensors(self) -> dict[str, Tensor]:
+        return {name: value for name, value in self.__getstate__().items() if isinstance(value, Tensor)}
+
+    @cached_property
+    def memory(self) -> list[checks.Extent]:
+        """Where the tensors are, for `checks.apart_from`."""
+        of = type(self).__name__.lower()
+        return checks.extents(**{f"{of}.{name}": value for name, value in self.tensors().items()})
 
     @property
     def nbytes(self) -> int:
