@@ -238,6 +238,7 @@ void bind_format(py::module_& m) {
   f.attr("CLASSES") = format::kClasses;
   f.attr("VALUE_STREAMS") = TileFormat::kStreams;
   f.attr("HEAD_DIMS") = head_dims();
+  f.attr("NO_NONZEROS_SCALE") = format::token_scale(0, 1);  // bf16 bits
   f.def(
       "padded_head_dim", [](int head_dim) { return format::padded_head_dim(head_dim); }, "head_dim"_a,
       "The head_dim that tiles hold `head_dim` channels in, 0 if there is none");

@@ -254,22 +254,16 @@ CUTE_DEVICE void bulk_copy(void* shared, void const* global, int bytes, void* ba
 #endif
 }
 
-// From shared memory of a CTA of the cluster, by its address among theirs.
-CUTE_DEVICE float load_cluster_float([[maybe_unused]] uint32_t address) {
-  float value = 0;
+// The same place in the shared memory of a CTA of the cluster.
+template <class T>
+CUTE_DEVICE T* map_to_cta(T* shared, [[maybe_unused]] uint32_t cta) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(address));
+  uint64_t mapped;
+  asm volatile("mapa.u64 %0, %1, %2;" : "=l"(mapped) : "l"(shared), "r"(cta));
+  return reinterpret_cast<T*>(mapped);
+#else
+  return shared;
 #endif
-  return value;
-}
-CUTE_DEVICE float4 load_cluster_float4([[maybe_unused]] uint32_t address) {
-  float4 value{};
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
-               : "r"(address));
-#endif
-  return value;
 }
 
 // From this CTA's shared memory to the same place in that of another CTA of the cluster; counted by its `barrier`.

@@ -11,7 +11,7 @@ namespace cute_kernels::reduce {
 
 // outs (states, rows, head_dim), lses (states, rows): each state contiguous, `out_stride` and `lse_stride` elements from
 // the next; out (rows, head_dim), lse (rows): contiguous. outs and out are aligned to 16 bytes in every state. lses are
-// natural logarithms; an output whose lse is -infinity is not read. head_dim is a multiple of 8, rows > 0, states > 0.
+// natural logarithms; an output whose lse is -infinity may be anything. head_dim is a multiple of 8, rows > 0, states > 0.
 struct States {
   void const* outs;
   float const* lses;

@@ -23,6 +23,7 @@ class format:
     WORD_ELEMENTS: int
     CLASSES: int
     VALUE_STREAMS: int
+    NO_NONZEROS_SCALE: int
     HEAD_DIMS: list[int]
     @staticmethod
     def padded_head_dim(head_dim: int) -> int: ...

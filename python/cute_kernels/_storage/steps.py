@@ -18,7 +18,7 @@ from cute_kernels._storage.storage import BITMAP
 from cute_kernels._storage.tile_reader import tiles_per_head
 from cute_kernels._storage.validation import MAX_ROWS, check_size
 
-NO_NONZEROS = 0x27802780  # scales of two tokens without nonzeros: 2^-48, bf16
+NO_NONZEROS = _C.format.NO_NONZEROS_SCALE << 16 | _C.format.NO_NONZEROS_SCALE  # scales of two tokens without nonzeros
 TOTALS = 4  # rows in all, rows of the longest tile, nonzeros, values that the codec cannot store
 
 

@@ -22,10 +22,10 @@ class Consumer {
         softmax_((params.scale == 0 ? 1 : fabsf(params.scale)) * kLog2E) {}
 
   CUTE_DEVICE void run() {
-    OutputStore<Traits> output(params_, work_tile_, storage_, consumer_);
-    output.load_columns();
+    OutputColumns<Traits> columns(params_, storage_, consumer_);
+    columns.load();
     QueryLoader<Traits>(params_, work_tile_, storage_, consumer_).run();
-    output.store_columns();
+    columns.store();
     if constexpr (Traits::kDecodesNarrow) {
       if (ChannelScales<Traits>::exist(params_)) {
         CUTE_UNROLL
@@ -43,7 +43,7 @@ class Consumer {
       pipeline::sync(pipeline::NamedBarrier::kAllWorkers, Traits::kConsumers * kWarpgroupThreads);
     else
       sync_warpgroup();
-    output.run(tCrO, softmax_);
+    OutputStore<Traits>(params_, work_tile_, storage_, consumer_).run(tCrO, softmax_);
   }
 
  private:

@@ -23,7 +23,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) prefill_kernel(CUTE_GRID_
   // The fence of the barriers' initialisation is all that the other CTA waits for.
   if constexpr (Traits::kClusterCtas > 1) cute::cluster_arrive_relaxed();
   ptx::wait_for_primary();  // nothing above reads global memory
-  if (threadIdx.x == 0) storage.work_tile.look_up(params, Traits::kRows, Traits::kClusterCtas);
+  if (threadIdx.x < 32) {
+    WorkTile found = WorkTile::look_up(params, Traits::kRows, Traits::kClusterCtas);
+    if (threadIdx.x == 0) storage.work_tile = found;
+  }
   if constexpr (Traits::kClusterCtas > 1) cute::cluster_wait();
   __syncthreads();
   if (work_tile.of_absent_rows()) return;
@@ -39,13 +42,12 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) prefill_kernel(CUTE_GRID_
     int decoder = warpgroup - Traits::kConsumers;
     uint8_t* stages = shared + kFixedBytes<Traits> + decoder * params.block_stages * params.stage_bytes;
     TileDecoder<Traits>(params, work_tile, storage, stages, decoder).run();
-    if (merges) sync_whole_cluster();  // as consumers do when they have their results
+    if (merges) {  // as consumers do (store_output.hpp)
+      sync_whole_cluster();
+      cute::cluster_arrive_relaxed();
+    }
   }
-  // No CTA ends while another reads its results.
-  if (merges) {
-    cute::cluster_arrive_relaxed();  // what has been read is there
-    cute::cluster_wait();
-  }
+  if (merges) cute::cluster_wait();  // no CTA ends while another reads its results
 }
 
 }  // namespace cute_kernels::attention::prefill

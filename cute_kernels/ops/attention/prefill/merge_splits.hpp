@@ -12,90 +12,106 @@ namespace cute_kernels::attention::prefill {
 template <class Traits>
 class SplitMerge {
  public:
-  // rows: of this CTA's consumer (Storage::out_rows), all written, as are those of the other CTAs.
-  CUTE_DEVICE SplitMerge(float* rows, int splits, int warp) : splits_(splits), lane_(threadIdx.x % 32) {
-    int warps = kWarpgroupWarps * splits, rows_of_warp = (kConsumerRows + warps - 1) / warps;
+  // rows: of this CTA's consumer (Storage::out_rows).
+  CUTE_DEVICE SplitMerge(float* rows, cutlass::FastDivmod const& splits, int warp)
+      : splits_(splits.divisor),
+        rows_log2_(splits_ > 4   ? 1
+                   : splits_ > 2 ? 2
+                                 : 3),
+        lane_(threadIdx.x % 32) {
+    // Of the consumer's rows; at most 8, for there are two splits or more.
+    int rows_of_warp = splits.div(kConsumerRows / kWarpgroupWarps + splits_ - 1);
     first_row_ = (cute::block_rank_in_cluster() * kWarpgroupWarps + warp) * rows_of_warp;
     count_ = max(0, min(rows_of_warp, kConsumerRows - first_row_));
     rows_ = rows + first_row_ * kStride;
-    while (1 << lanes_log2_ < splits) ++lanes_log2_;
+    in_first_ = ptx::map_to_cta(rows_ + 4 * lane_, 0);
   }
 
-  // The warp's rows, no more than 8.
+  // The warp's rows.
   CUTE_DEVICE int first_row() const { return first_row_; }
   CUTE_DEVICE int count() const { return count_; }
 
-  // Leaves the results in place of this CTA's.
+  // Leaves the results in place of this CTA's. All rows of all CTAs have been written.
   CUTE_DEVICE void run() {
-    weigh();
     CUTE_NO_UNROLL
-    for (int column = 0; column < Traits::kHeadDim; column += 4 * 32) add_up(column + 4 * lane_);
+    for (int first = 0; first < count_; first += 1 << rows_log2_) {
+      weigh(first);
+      CUTE_NO_UNROLL
+      for (int column = 0; column < Traits::kHeadDim; column += 4 * 32) add_up(first, column);
+    }
     __syncwarp();
   }
 
  private:
   static constexpr int kStride = Storage<Traits>::kOutStride;
-  static constexpr int kAtOnce = 4;  // vectors that a lane loads
+  // Rows of splits that a warp has at once: 8 rows of 2 splits, 4 of up to 4, 2 of up to 8. Lane l has the weight of row
+  // l % rows of split l / rows.
+  static constexpr int kAtOnce = 16, kRows = kAtOnce / 2;
+  static constexpr int kNowhere = -1;
 
-  float* rows_;  // of the warp
-  int splits_, lanes_log2_ = 0, lane_, first_row_, count_;
-  float weight_;   // in the result, of the lane's split of a row (see below)
-  unsigned seen_;  // lanes whose split has tokens that the row sees
+  float* rows_;            // of the warp
+  float const* in_first_;  // the lane's first columns of those of the cluster's first CTA
+  int splits_, rows_log2_, lane_, first_row_, count_;
+  float weight_;  // of the lane's row in the result
+  int offset_;    // of the lane's row, from in_first_; kNowhere: the row sees no token of the split
 
-  // Lane l has split l % lanes of row l / lanes, if there are so many; lanes: a power of two. 32 suffice, as
-  // ceil(64 / (4 splits)) rows show for up to 16 splits.
-  CUTE_DEVICE int row_of(int lane) const { return lane >> lanes_log2_; }
-  CUTE_DEVICE int split_of(int lane) const { return lane & ((1 << lanes_log2_) - 1); }
-  CUTE_DEVICE uint32_t address(int lane, int column) const {
-    return cute::set_block_rank(cast_smem_ptr_to_uint(rows_ + row_of(lane) * kStride + column), split_of(lane));
-  }
-
-  // As merge_states.cu, whose rules for infinities and NaN are these.
-  CUTE_DEVICE void weigh() {
+  // From the warp's row `first` on. As merge_states.cu, whose rules for infinities and NaN are these.
+  CUTE_DEVICE void weigh(int first) {
     constexpr float kLog2E = 1.44269504088896f, kLn2 = 0.693147180559945f;
-    float lse = -INFINITY;
-    if (row_of(lane_) < count_ && split_of(lane_) < splits_)
-      lse = ptx::load_cluster_float(address(lane_, Traits::kHeadDim));
+    int split = lane_ >> rows_log2_, row = first + lane_ - (split << rows_log2_);
+    float const* of_split = ptx::map_to_cta(rows_ + row * kStride, split);
+    float lse = row < count_ && split < splits_ ? of_split[Traits::kHeadDim] : -INFINITY;
+    offset_ = lse == -INFINITY ? kNowhere : static_cast<int>(of_split + 4 * lane_ - in_first_);
     float largest = lse;
     CUTE_NO_UNROLL
-    for (int lanes = 1; lanes < splits_; lanes *= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, lanes));
+    for (int lanes = kAtOnce / 2; lanes >> rows_log2_ > 0; lanes /= 2)
+      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, lanes));
     float zero = largest == -INFINITY ? 0 : largest;
     weight_ = ptx::exp2_approximate((lse - zero) * kLog2E);
     float weights = weight_;
     CUTE_NO_UNROLL
-    for (int lanes = 1; lanes < splits_; lanes *= 2) weights += __shfl_xor_sync(~0u, weights, lanes);
+    for (int lanes = kAtOnce / 2; lanes >> rows_log2_ > 0; lanes /= 2) weights += __shfl_xor_sync(~0u, weights, lanes);
     bool none = largest == -INFINITY && weights == 0;
     weight_ *= none ? 0.f : ptx::reciprocal_approximate(weights);
-    seen_ = __ballot_sync(~0u, lse != -INFINITY);
-    if (row_of(lane_) < count_ && split_of(lane_) == 0)
-      rows_[row_of(lane_) * kStride + Traits::kHeadDim] =
+    if (row < count_ && split == 0)
+      rows_[row * kStride + Traits::kHeadDim] =
           largest == -INFINITY ? weights + largest : zero + kLn2 * ptx::log2_approximate(weights);
   }
 
-  // Four columns of all rows, if there are so many. All lanes, for they have one another's weights.
-  CUTE_DEVICE void add_up(int column) {
-    float4 sum{};
+  // Four columns of each lane, if there are so many, of the rows from `first` on. All lanes, for they have one another's
+  // weights.
+  CUTE_DEVICE void add_up(int first, int column) {
+    bool in_row = column + 4 * lane_ < Traits::kHeadDim;
+    float4 sums[kRows]{};
     CUTE_NO_UNROLL
-    for (int first = 0; first < count_ << lanes_log2_; first += kAtOnce) {
-      float4 vectors[kAtOnce];
+    for (int first_lane = 0; first_lane < kAtOnce; first_lane += kRows) {
+      float4 vectors[kRows];
       CUTE_UNROLL
-      for (int i = 0; i < kAtOnce; ++i) {
+      for (int i = 0; i < kRows; ++i) {
+        int offset = __shfl_sync(~0u, offset_, first_lane + i);
         vectors[i] = {};
-        if (column < Traits::kHeadDim && (seen_ >> (first + i) & 1))
-          vectors[i] = ptx::load_cluster_float4(address(first + i, column));
+        if (offset != kNowhere && in_row) vectors[i] = *reinterpret_cast<float4 const*>(in_first_ + column + offset);
       }
       CUTE_UNROLL
-      for (int i = 0; i < kAtOnce; ++i) {
-        int lane = first + i;
-        float weight = __shfl_sync(~0u, weight_, lane);
-        sum.x = fmaf(weight, vectors[i].x, sum.x), sum.y = fmaf(weight, vectors[i].y, sum.y);
-        sum.z = fmaf(weight, vectors[i].z, sum.z), sum.w = fmaf(weight, vectors[i].w, sum.w);
-        if (split_of(lane + 1) != 0) continue;  // the row's last
-        if (column < Traits::kHeadDim && row_of(lane) < count_)
-          *reinterpret_cast<float4*>(rows_ + row_of(lane) * kStride + column) = sum;
-        sum = {};
+      for (int i = 0; i < kRows; ++i) {
+        float weight = __shfl_sync(~0u, weight_, first_lane + i);
+        sums[i].x = fmaf(weight, vectors[i].x, sums[i].x), sums[i].y = fmaf(weight, vectors[i].y, sums[i].y);
+        sums[i].z = fmaf(weight, vectors[i].z, sums[i].z), sums[i].w = fmaf(weight, vectors[i].w, sums[i].w);
       }
     }
+    CUTE_UNROLL
+    for (int rows = kRows / 2; rows > 1; rows /= 2) {
+      if (rows >> rows_log2_ == 0) break;
+      CUTE_UNROLL
+      for (int i = 0; i < rows; ++i) {
+        sums[i].x += sums[i + rows].x, sums[i].y += sums[i + rows].y;
+        sums[i].z += sums[i + rows].z, sums[i].w += sums[i + rows].w;
+      }
+    }
+    int count = min(1 << rows_log2_, count_ - first);
+    CUTE_UNROLL
+    for (int i = 0; i < kRows; ++i)
+      if (i < count && in_row) *reinterpret_cast<float4*>(rows_ + (first + i) * kStride + column + 4 * lane_) = sums[i];
   }
 };
 

@@ -44,40 +44,26 @@ class WorkTile {
   int tokens, window_tokens;  // that count
   int begin, end;             // its KV tiles: those of the window come first
 
-  // Of this CTA. rows_of_cta: its most query rows; cluster_ctas: CTAs that have the same KV tiles.
-  CUTE_DEVICE void look_up(Params const& params, int rows_of_cta, int cluster_ctas) {
+  // Of this CTA, with all lanes of a warp. rows_of_cta: its most query rows; cluster_ctas: CTAs that have the same KV tiles.
+  CUTE_DEVICE static WorkTile look_up(Params const& params, int rows_of_cta, int cluster_ctas) {
+    WorkTile found;
     int head, block, of_head, cta = blockIdx.x % cluster_ctas;
-    params.splits(of_head, split, blockIdx.x / cluster_ctas);
+    params.splits(of_head, found.split, blockIdx.x / cluster_ctas);
     params.row_blocks(head, block, of_head);
-    params.kv_heads(row, kv_head, head);
+    params.kv_heads(found.row, found.kv_head, head);
     block = params.row_blocks.divisor - 1 - block;  // with causality, those that see most come first
-    QueryRows queries(params, row);
+    QueryRows queries = found.queries(params);
     int cluster_row = block * cluster_ctas * rows_of_cta;
-    first_row = cluster_row + cta * rows_of_cta;
-    rows = max(0, min(rows_of_cta, queries.rows - first_row));
+    found.first_row = cluster_row + cta * rows_of_cta;
+    found.rows = max(0, min(rows_of_cta, queries.rows - found.first_row));
     int cluster_rows = min(cluster_ctas * rows_of_cta, queries.rows - cluster_row);
-    of_absent_rows_ = cluster_rows <= 0;
-    if (of_absent_rows_) return;
-    sequence = params.sequences ? __ldg(params.sequences + row) : row;
-    tokens = length(params.lengths, static_cast<int>(params.keys.tokens));
-    window_tokens = params.window.tokens > 0 ? length(params.window.lengths, params.window.tokens) : 0;
-    int first_head, last_head, oldest_query, last_token;
-    queries.find(params, cluster_row, first_head, oldest_query);
-    queries.find(params, cluster_row + cluster_rows - 1, last_head, last_token);
-    bool one_head = first_head == last_head;
-    if (!one_head) oldest_query = 0;
-    int newest_query = one_head ? last_token : queries.tokens - 1;
-    window_tiles_ = tiles_of(seen(params, queries, newest_query, true));
-    full_window_tiles_ = seen(params, queries, oldest_query, true) / format::kTileTokens;
-    full_tiles_ = seen(params, queries, oldest_query, false) / format::kTileTokens;
-    int tiles = window_tiles_ + tiles_of(seen(params, queries, newest_query, false));
-    int of_each, left;  // the first splits have one of those left over
-    params.splits(of_each, left, tiles);
-    // The first split, which begins with the window, has up to so many fewer.
-    int late = window_tiles_ > 0 ? max(0, min(kWindowDelayTiles, of_each - 1)) : 0;
-    params.splits(of_each, left, tiles + late);
-    begin = max(0, split * of_each + min(split, left) - late);
-    end = (split + 1) * of_each + min(split + 1, left) - late;
+    found.of_absent_rows_ = cluster_rows <= 0;
+    if (found.of_absent_rows_) return found;
+    found.sequence = params.sequences ? __ldg(params.sequences + found.row) : found.row;
+    found.tokens = found.length(params.lengths, static_cast<int>(params.keys.tokens));
+    found.window_tokens = params.window.tokens > 0 ? found.length(params.window.lengths, params.window.tokens) : 0;
+    found.share_out(params, queries, cluster_row, cluster_rows);
+    return found;
   }
 
   CUTE_DEVICE KvTile kv_tile(int index) const {
@@ -112,17 +98,41 @@ class WorkTile {
   }
 
   // Of a row of the work tile, in out and lse.
-  CUTE_DEVICE int64_t output_row(Params const& params, QueryRows const& queries, int row_of_work_tile) const {
+  CUTE_DEVICE int64_t output_row(Params const& params, int row_of_work_tile) const {
     int query_row = first_row + row_of_work_tile;
     if (!params.packed.starts) return (int64_t{row} * params.kv_heads.divisor + kv_head) * params.rows + query_row;
+    QueryRows of_row = queries(params);
     int head, token;
-    queries.find(params, query_row, head, token);
-    return (int64_t{kv_head} * params.group + head) * params.packed.tokens + queries.first_token + token;
+    of_row.find(params, query_row, head, token);
+    return (int64_t{kv_head} * params.group + head) * params.packed.tokens + of_row.first_token + token;
   }
 
  private:
   bool of_absent_rows_;
   int window_tiles_, full_window_tiles_, full_tiles_;
+
+  // KV tiles among splits. What the oldest and the newest query token see, of compressed tokens and of the window, lanes 0
+  // to 3 find out side by side: little code, for what has not run yet takes longer to arrive than to run.
+  CUTE_DEVICE void share_out(Params const& params, QueryRows const& queries, int cluster_row, int cluster_rows) {
+    unsigned lane = threadIdx.x % 32;
+    bool of_newest = lane & 1, of_window = lane & 2;
+    int head, token;
+    queries.find(params, of_newest ? cluster_row + cluster_rows - 1 : cluster_row, head, token);
+    bool one_head = head == __shfl_xor_sync(~0u, head, 1);
+    if (!one_head) token = of_newest ? queries.tokens - 1 : 0;
+    int of_lane = seen(params, queries, token, of_window);
+    full_tiles_ = __shfl_sync(~0u, of_lane, 0) / format::kTileTokens;
+    full_window_tiles_ = __shfl_sync(~0u, of_lane, 2) / format::kTileTokens;
+    window_tiles_ = tiles_of(__shfl_sync(~0u, of_lane, 3));
+    int tiles = window_tiles_ + tiles_of(__shfl_sync(~0u, of_lane, 1));
+    int of_each, left;  // the first splits have one of those left over
+    params.splits(of_each, left, tiles);
+    // The first split, which begins with the window, has up to so many fewer.
+    int late = window_tiles_ > 0 ? max(0, min(kWindowDelayTiles, of_each - 1)) : 0;
+    params.splits(of_each, left, tiles + late);
+    begin = max(0, split * of_each + min(split, left) - late);
+    end = (split + 1) * of_each + min(split + 1, left) - late;
+  }
 
   CUTE_DEVICE static int tiles_of(int tokens) { return (tokens + format::kTileTokens - 1) / format::kTileTokens; }
   CUTE_DEVICE int length(int32_t const* lengths, int all) const {
