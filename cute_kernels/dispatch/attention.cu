@@ -187,8 +187,7 @@ void run(attention::Problem const& problem, Workspace const& workspace, std::str
     if constexpr (Backend::kHasPrefill) {
       int rows = problem.q_heads / problem.keys.kv_heads * problem.q_tokens;
       format::SparseView const& keys = problem.keys;
-      if (has_prefill_kernel(keys.codec, keys.tile_format) &&
-          rows > most_decoding_rows(problem.keys, has_separate_orders(problem))) {
+      if (has_prefill_kernel(keys.codec, keys.tile_format) && rows > most_decoding_rows(problem, device, tuning)) {
         if (tuning.stages_ahead > 0)
           throw std::runtime_error("no stages ahead can be chosen for " + std::to_string(rows) +
                                    " query rows a KV head, which the prefill kernel takes");

@@ -6,8 +6,18 @@ import pytest
 import torch
 
 import cute_kernels as ck
+from cute_kernels._attention.problem import launch_problem
+from cute_kernels.attention import run as run_attention
 from tests.attention.test_attention import check, compare
 from tests.support import oracle
+
+
+@pytest.fixture(params=["any", "decoding"])
+def kernels(request, monkeypatch):
+    """Few query rows over few tiles have a choice of kernels; with a pipeline of a given depth it is a decoding one."""
+    if request.param == "decoding":
+        for launch in (launch_problem, run_attention):
+            monkeypatch.setitem(launch.__kwdefaults__, "stages_ahead", 2)
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
@@ -30,7 +40,7 @@ def test_causality_at_every_offset_in_a_tile(backend, offset, rng):
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("offset", range(0, 64, 7))
-def test_causality_of_few_query_rows(backend, offset, head_dim, rng):
+def test_causality_of_few_query_rows(backend, offset, head_dim, kernels, rng):
     """17 to 32 rows a KV head, with windows, lengths and rows that see nothing."""
     groups, queries = rng.choice([(1, rng.randint(17, 32)), (4, rng.randint(5, 8)), (3, rng.randint(6, 10))])
     arguments = {"groups": groups, "queries": queries, "head_dim": head_dim, "dtype": rng.choice(oracle.DTYPES)}
@@ -42,7 +52,7 @@ def test_causality_of_few_query_rows(backend, offset, head_dim, rng):
 
 
 @pytest.mark.parametrize("tokens", [1, 100, 200])
-def test_more_work_tiles_than_sms(backend, tokens, rng):
+def test_more_work_tiles_than_sms(backend, tokens, kernels, rng):
     """So many short sequences that a CTA has several work tiles, and writes the results of one after another."""
     arguments = {
         "head_dim": rng.choice([64, 128]),
