@@ -20,8 +20,8 @@ struct Window {
   int32_t const* lengths;  // (sequences): how many of them count, from the first; null: all
 };
 
-// What the host knows of the compressed tokens that count, where lengths are on the device. Kernels are laid out for it;
-// results do not depend on it.
+// What the host knows of the compressed tokens that count, where lengths are on the device. Kernels are chosen and laid out
+// for it; results depend on it in their last bits alone.
 struct ExpectedLengths {
   int longest;  // of the longest sequence; 0: not known
   int64_t sum;  // of all rows of q
