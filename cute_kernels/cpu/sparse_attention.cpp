@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "cute_kernels/compress/pool.hpp"
 #include "cute_kernels/cpu/attention_rows.hpp"
 
 namespace cute_kernels::cpu {
@@ -30,12 +31,10 @@ Sequence sequence_of(Problem const& problem, int row) {
   Sequence sequence{index, tokens_of(problem.lengths, keys.tokens),
                     tokens_of(problem.window.lengths, problem.window.tokens)};
   if (keys.pages.table)
-    for (int64_t page = 0; page * keys.pages.tiles_per_page < sequence.compressed_tiles(); ++page) {
-      int32_t const found = keys.pages.table[int64_t{index} * keys.pages.pages_per_sequence + page];
-      if (found < 0 || found >= keys.pages.count)
+    for (int64_t page = 0; page * keys.pages.tiles_per_page < sequence.compressed_tiles(); ++page)
+      if (compress::find_slot(keys, index, 0, page * keys.pages.tiles_per_page) == compress::kNoSlot)
         throw std::invalid_argument("the page table has no page " + std::to_string(page) + " for sequence " +
                                     std::to_string(index) + " of " + std::to_string(sequence.compressed) + " tokens");
-    }
   return sequence;
 }
 

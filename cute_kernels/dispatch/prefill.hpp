@@ -22,27 +22,28 @@ inline bool has_separate_orders(attention::Problem const& problem) {
          problem.keys.token_order != problem.values.token_order;
 }
 
-// Tokens of the longest sequence, as far as the host knows.
-inline int64_t longest_sequence(attention::Problem const& problem) {
+// KV tiles of the longest sequence, with the window's, as far as the host knows.
+inline int longest_tiles(attention::Problem const& problem) {
   int64_t tokens = problem.keys.tokens, expected = problem.expected.longest;
-  return problem.lengths && expected > 0 ? std::min(expected, tokens) : tokens;
+  if (problem.lengths && expected > 0) tokens = std::min(expected, tokens);
+  return static_cast<int>((tokens + problem.window.tokens + format::kTileTokens - 1) / format::kTileTokens);
 }
 
 // KV tiles an SM up to which 17 to 32 query rows are faster in the prefill kernel, which begins and ends sooner than a
 // decoding kernel whose workers are warpgroups, as measured.
 constexpr int few_tiles(int padded_head_dim) { return padded_head_dim < 128 ? 12 : 16; }
 
-// Query rows of a KV head up to which the decoding kernels are faster, as measured, or chosen by hand.
+// Query rows of a KV head up to which the decoding kernels are faster, as measured. They alone have a depth to set by
+// hand.
 inline int most_decoding_rows(attention::Problem const& problem, DeviceLimits const& device, Tuning const& tuning) {
   format::SparseView const& keys = problem.keys;
   int rows = attention::max_rows(keys.padded_head_dim);
   bool is_narrow = format::is_narrow(keys.codec);
   if (keys.tile_format == format::TileFormatId::kTwoOfFour) return is_narrow ? 2 * rows : rows;
   if (is_narrow || has_separate_orders(problem)) return rows;
-  int64_t tiles = (longest_sequence(problem) + problem.window.tokens + format::kTileTokens - 1) / format::kTileTokens;
-  bool has_few_tiles = int64_t{problem.batch} * keys.kv_heads * tiles <=
-                       int64_t{few_tiles(keys.padded_head_dim)} * device.multiprocessors;
-  if (has_few_tiles && tuning.stages_ahead == 0) return rows;
+  int64_t tiles = int64_t{problem.batch} * keys.kv_heads * longest_tiles(problem);
+  bool has_few = tiles <= int64_t{few_tiles(keys.padded_head_dim)} * device.multiprocessors;
+  if (has_few && tuning.stages_ahead == 0) return rows;
   return std::max(rows, attention::max_warpgroup_rows(keys.padded_head_dim));
 }
 
@@ -130,8 +131,7 @@ void run_prefill(attention::Problem const& problem, Workspace const& workspace, 
     int64_t rows = int64_t{params.group} * problem.packed.tokens;
     work_tiles = std::min(ctas, (problem.batch + rows / variant.rows()) * variant.cluster_ctas * keys.kv_heads);
   }
-  int tiles = static_cast<int>((longest_sequence(problem) + problem.window.tokens + format::kTileTokens - 1) /
-                               format::kTileTokens);
+  int tiles = longest_tiles(problem);
   int most = problem.num_splits > 0 ? problem.num_splits : kMaxPrefillSplits;
   // In clusters, if all of them run at a time; larger ones are no faster than the kernel that merges.
   auto merges = [&](int splits) {

@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(kThreads)
   ptx::wait_for_primary();
 
   float largest = -INFINITY, zero = 0, weights = 0, sums[kElements] = {};
-  // Relative to another maximum, which is no number where it is infinite.
+  // Makes weights and sums relative to another maximum.
   auto rescale = [&](float to) {
     zero = to == -INFINITY ? 0 : to;
     float factor = ptx::exp2_approximate((largest - zero) * kLog2e);

@@ -80,7 +80,8 @@ class OutputStore {
   static constexpr int kOutRows = Storage<Traits>::kOutRows, kOutStride = Storage<Traits>::kOutStride;
   using Vector = cutlass::Array<float, kVector>;
 
-  // Where the CTAs of the cluster have the splits of the work tile: each stores some of the rows.
+  // Where the CTAs of the cluster have the splits of the work tile: each stores some of the rows. Not in run's loop, where
+  // it would lie between what stores other results.
   template <class FragmentO, class SoftmaxOfRows>
   CUTE_DEVICE void merge_and_store(FragmentO const& tCrO, SoftmaxOfRows const& softmax) {
     CUTE_NO_UNROLL
