@@ -23,7 +23,8 @@ class LaneUnits<format::BitmapTile, Codec, Element, kRole, kHeadDim> {
   static constexpr int kStepBlocks = Codec::kHasScales ? 1 : Quarter::kStepWords;
   static constexpr int kSteps = Quarter::kWords / kStepBlocks;
 
-  CUTE_DEVICE LaneUnits(uint32_t block, int part) : quarter_(block, part), scales_(block, part) {}
+  CUTE_DEVICE LaneUnits(uint32_t block, int part, uint32_t scratch)
+      : quarter_(block, part), scales_(block, part, scratch) {}
 
   template <class Store>
   CUTE_DEVICE void decode(int step, Store&& store) {

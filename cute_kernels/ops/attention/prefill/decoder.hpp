@@ -182,7 +182,8 @@ class TileDecoder {
   CUTE_DEVICE void decode_blocks(BlockStage const& from, uint32_t const (&rows)[2]) {
     with_codec([&](auto codec) {
       using Units = LaneUnits<TileFormat, decltype(codec), Element, kRole, Traits::kHeadDim>;
-      Units units(cast_smem_ptr_to_uint(from.block), quarter_);
+      Units units(cast_smem_ptr_to_uint(from.block), quarter_,
+                  cast_smem_ptr_to_uint(storage_.scale_scratch[decoder_][quarter_]));
 #pragma unroll(Units::kUnrolls ? Units::kSteps : 1)
       for (int step = 0; step < Units::kSteps; ++step) {
         units.decode(step, [&](int block, int row, int unit, uint32_t const(&elements)[4]) {

@@ -5,7 +5,8 @@
 // each a lane has four units, in two rows 8 apart two each; OperandLayout says where.
 //
 // LaneUnits<TileFormat, Codec, Element, kRole, kHeadDim> has
-//   LaneUnits(block, part)   block: shared-memory address; part: the quarter
+//   LaneUnits(block, part,   block: shared-memory address; part: the quarter; scratch: shared-memory address of
+//             scratch)       kScaleScratchBytes of the warp's own, for codecs with scales
 //   kSteps, kStepBlocks      how a quarter's blocks are decoded: so many together
 //   kUnrolls                 whether code of all steps is to be side by side
 //   decode(step, store)      store(block of the step, row, unit, elements): 8 in the order of columns, two a register, of

@@ -115,7 +115,7 @@ class QueryLoader {
     alignas(16) float scales[kVector];
     channel_scales.get(format::Role::kKey, channel(), scales);
     bool in_row = channel() < params_.keys.head_dim;
-    CUTE_NO_UNROLL
+#pragma unroll 2
     for (int load = 0; load < kLoads; ++load) {
       alignas(16) uint16_t bits[kVector];
       cutlass::arch::shared_load<16>(bits, address(row(load), channel()));

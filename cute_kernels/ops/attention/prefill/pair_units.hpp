@@ -19,13 +19,13 @@ class LaneUnits<format::TwoOfFourTile, Codec, Element, kRole, kHeadDim> {
 
  public:
   static constexpr int kSteps = kHeadDim / 64, kStepBlocks = 1;
-  static constexpr bool kUnrolls = !Codec::kHasScales;  // for which registers do not suffice
+  static constexpr bool kUnrolls = true;
 
-  CUTE_DEVICE LaneUnits(uint32_t block, int part)
+  CUTE_DEVICE LaneUnits(uint32_t block, int part, uint32_t scratch)
       : selectors_(mma::group_selectors(lane() % 16)),
         metadata_(block + part * kSteps * format::kRowBytes + 4 * (4 * row() + quarter())),
         values_(block + (kFirstValueRow + part * kSteps * kBlockRows + value_row()) * format::kRowBytes + 16 * row()),
-        scales_(block, part) {}
+        scales_(block, part, scratch) {}
 
   template <class Store>
   CUTE_DEVICE void decode(int step, Store&& store) {

@@ -24,13 +24,13 @@ class LaneUnits<format::TwoOfFourBitmapTile, Codec, Element, kRole, kHeadDim> {
   static constexpr int kSteps = kHeadDim / 64, kStepBlocks = 1;
   static constexpr bool kUnrolls = false;
 
-  CUTE_DEVICE LaneUnits(uint32_t block, int part)
+  CUTE_DEVICE LaneUnits(uint32_t block, int part, uint32_t scratch)
       : first_block_(part * kSteps),
         selectors_(ptx::permute_bytes(mma::group_selectors(lane() % 16), 0, 0x3120)),
         metadata_(block + first_block_ * format::kRowBytes + 16 * (lane() / 4)),
         bitmap_(block + 4 * lane() + TileFormat::metadata_rows(kHeadDim) * format::kRowBytes),
         at_(Decoder::template first<kHeadDim, 1>(block + 4 * lane(), 0)),
-        scales_(block, part) {
+        scales_(block, part, scratch) {
     constexpr int kMostWords = 3 * kSteps / kWordBlocks;  // whole ones before the last part
     CUTE_UNROLL
     for (int i = 0; i < kMostWords; ++i) at_.taken[0] += i < first_block_ / kWordBlocks ? __popc(word(i)) : 0;

@@ -21,7 +21,8 @@
 
 namespace cute_kernels::attention::prefill {
 
-inline constexpr int kMaxBlockStages = 8;  // of a decoder
+inline constexpr int kMaxBlockStages = 8;                           // of a decoder
+inline constexpr int kScaleScratchBytes = format::kTileTokens * 2;  // a scale of 16 bits for each token
 // The quarter of a tile that a decoder's warp expands. The warp of the first quarter, which has no values before it to count,
 // loads blocks, that of the second one copies operands to the cluster's other CTA. The loading warps of decoders are of
 // different schedulers.
@@ -136,6 +137,9 @@ struct Storage {
   // Of consumers, if any codec has scales: those of the channels of keys and of values, and of the rows of S.
   alignas(16) float channel_scales[Traits::kDecodesNarrow ? Traits::kConsumers : 0][2][Traits::kHeadDim];
   float row_scale[Traits::kDecodesNarrow ? Traits::kConsumers : 0][kConsumerRows];
+  // Of every decoding warp, if any codec has scales.
+  alignas(16) uint8_t
+      scale_scratch[Traits::kDecodesNarrow ? Traits::kDecoders : 0][kWarpgroupWarps][kScaleScratchBytes];
   alignas(8) uint8_t column_of_channel[Traits::kConsumers][Traits::kHeadDim];  // of O, in the order of values
   BlockSource block_sources[Traits::kDecoders][32];  // of operands that a decoder loads one after the other
   PrefetchedParams prefetched_params;

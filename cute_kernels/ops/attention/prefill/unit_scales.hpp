@@ -3,6 +3,8 @@
 // multiplies is relative to its channel's mean magnitude, whatever the dtype of the cache.
 #pragma once
 
+#include <cutlass/arch/memory.h>
+
 #include <type_traits>
 
 #include "cute_kernels/common/pack_halves.hpp"
@@ -19,7 +21,7 @@ template <class TileFormat, class Codec, class Element, format::Role kRole, int 
           bool kHasScales = Codec::kHasScales>
 class UnitScales {
  public:
-  CUTE_DEVICE UnitScales(uint32_t, int) {}
+  CUTE_DEVICE UnitScales(uint32_t, int, uint32_t) {}
   CUTE_DEVICE uint32_t of_row(int, uint32_t elements) const { return elements; }
   CUTE_DEVICE uint32_t of_columns(int, int, uint32_t elements) const { return elements; }
 };
@@ -30,8 +32,9 @@ class UnitScales<TileFormat, Codec, Element, kRole, kHeadDim, true> {
   static_assert(std::is_same_v<Element, half_t>);
 
  public:
-  // block: shared-memory address. part: the quarter of the tile.
-  CUTE_DEVICE UnitScales(uint32_t block, int part) {
+  // block, scratch: shared-memory addresses, the latter of kScaleScratchBytes of the warp's own. part: the quarter of the
+  // tile.
+  CUTE_DEVICE UnitScales(uint32_t block, int part, uint32_t scratch) {
     uint32_t token_scales = block + TileFormat::scale_row(kHeadDim) * format::kRowBytes;
     int lane = threadIdx.x % 32;
     if constexpr (kRole == format::Role::kKey) {
@@ -39,19 +42,18 @@ class UnitScales<TileFormat, Codec, Element, kRole, kHeadDim, true> {
       float2 pair = mma::scale_pair(ptx::load_shared_u32(token_scales + 16 * Order::lane_row(lane) + 4 * part));
       scales_[0] = to_elements(pair.x, pair.x), scales_[1] = to_elements(pair.y, pair.y);
     } else {
-      uint32_t first = token_scales + 2 * format::scale_index(Order::position_of_column(Order::lane_column(lane)));
-      auto scale_of = [&](int distance) {
-        int index = format::scale_index(Order::position_of_column(distance));  // adds up, as positions do
-        return format::scale_value(static_cast<uint16_t>(ptx::load_shared_u16(first + 2 * index)));
+      // A lane converts those of two neighbouring columns, for all of the warp.
+      auto scale_of = [&](int column) {
+        int index = format::scale_index(Order::position_of_column(column));
+        return format::scale_value(static_cast<uint16_t>(ptx::load_shared_u16(token_scales + 2 * index)));
       };
-      CUTE_UNROLL
-      for (int unit = 0; unit < 2; ++unit) {
-        CUTE_UNROLL
-        for (int pair = 0; pair < 4; ++pair) {
-          int distance = Order::kUnitsApart * kUnitColumns * unit + 2 * pair;
-          scales_[4 * unit + pair] = to_elements(scale_of(distance), scale_of(distance + 1));
-        }
-      }
+      uint32_t pair = to_elements(scale_of(2 * lane), scale_of(2 * lane + 1));
+      __syncwarp();  // all have read those of the block before
+      cutlass::arch::shared_store<4>(scratch + 4 * lane, &pair);
+      __syncwarp();
+      uint32_t first = scratch + 2 * Order::lane_column(lane);
+      cutlass::arch::shared_load<16>(scales_, first);
+      cutlass::arch::shared_load<16>(scales_ + 4, first + Order::kUnitsApart * kUnitBytes);
     }
   }
 
