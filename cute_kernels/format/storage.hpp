@@ -66,11 +66,13 @@ struct SparseView {
   CUTE_HOST_DEVICE int64_t tile_index(int sequence, int kv_head, int tile) const {
     if (!pages.table) return (int64_t{sequence} * kv_heads + kv_head) * tiles_per_head() + tile;
     int64_t page = *table_entry(sequence, tile);
-    return (page * kv_heads + kv_head) * pages.tiles_per_page + tile % pages.tiles_per_page;
+    return (page * kv_heads + kv_head) * pages.tiles_per_page +
+           static_cast<unsigned>(tile) % static_cast<unsigned>(pages.tiles_per_page);
   }
   // Of a pool: where the page of a sequence's tile is looked up.
   CUTE_HOST_DEVICE int32_t const* table_entry(int sequence, int tile) const {
-    return pages.table + int64_t{sequence} * pages.pages_per_sequence + tile / pages.tiles_per_page;
+    return pages.table + int64_t{sequence} * pages.pages_per_sequence +
+           static_cast<unsigned>(tile) / static_cast<unsigned>(pages.tiles_per_page);  // shorter than with signs
   }
   CUTE_HOST_DEVICE int64_t first_row(int64_t index) const { return first_row(index, look_up_row(index)); }
   // In two steps, so that more can be looked up before the first is waited for.

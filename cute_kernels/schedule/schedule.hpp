@@ -117,15 +117,20 @@ class Schedule {
   CUTE_HOST_DEVICE Split own_split(int split) const {
     int index, in_work_tile;
     params_.splits(index, in_work_tile, split);
-    WorkTile own = work_tile(index);
+    WorkTile own = make_work_tile(equal_place(index));
     int begin = own.tiles.begin, tiles = static_cast<int>(kv_tiles_of(own.tokens, own.window_tokens));
     Partition partition = make_partition(tiles, params_.splits);
     return {{begin + partition.begin(in_work_tile, params_.splits),
              begin + partition.begin(in_work_tile + 1, params_.splits)},
             own};
   }
+  // By work tile: how many of them the CTA has splits of.
+  CUTE_DEVICE int work_tiles_of_cta() const {
+    int split = blockIdx.x * params_.workers;
+    return params_.splits.div(split + params_.workers - 1) - params_.splits.div(split) + 1;
+  }
   // By work tile, with lengths on the device: compressed tiles that the CTA presumably has of the index-th of its work
-  // tiles, none if it has fewer.
+  // tiles.
   struct ExpectedTiles {
     int sequence, kv_head, first, end;
   };
@@ -134,7 +139,6 @@ class Schedule {
     int work_tile = params_.splits.div(split) + index;
     split = max(0, split - work_tile * params_.splits.divisor);
     last = min(params_.splits.divisor - 1, last - work_tile * params_.splits.divisor);
-    if (last < split) return {0, 0, 0, 0};
     int row, in_row, window_tiles = static_cast<int>(window_tiles_of(params_.window_tokens));
     params_.work_tiles_per_row(row, in_row, work_tile);
     Partition const& partition = params_.partition;
@@ -194,9 +198,7 @@ class Schedule {
   }
 
   CUTE_HOST_DEVICE WorkTile work_tile(int index) const {
-    Place place;
-    params_.work_tiles_per_row(place.row, place.in_row, index);
-    place.tiles = params_.tiles_per_work_tile.divisor, place.begin = index * place.tiles;
+    Place place = equal_place(index);
     if (partitions_rows()) place_in_row(place);
     return make_work_tile(place);
   }
@@ -332,6 +334,13 @@ class Schedule {
   struct Place {
     int row, in_row, begin, tiles;
   };
+  // Where rows do not differ in their tiles, or are partitioned by work tile.
+  CUTE_HOST_DEVICE Place equal_place(int index) const {
+    Place place;
+    params_.work_tiles_per_row(place.row, place.in_row, index);
+    place.tiles = params_.tiles_per_work_tile.divisor, place.begin = index * place.tiles;
+    return place;
+  }
   // Where rows differ in their tiles.
   CUTE_HOST_DEVICE void place_in_row(Place& place) const {
     int before = tile_ends_[place.row] * params_.work_tiles_per_row.divisor;

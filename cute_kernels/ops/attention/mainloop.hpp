@@ -233,7 +233,7 @@ CUTE_DEVICE void attend(Params const& params, typename Traits::Schedule const& s
       pipeline.release(!separate_orders);
 
       Stage values = pipeline.next();
-      bool zero_masked = !Traits::kUniform && params.zero_masked && first_token + format::kTileTokens > tokens;
+      bool zero_masked = Traits::kZeroesMasked && params.zero_masked && first_token + format::kTileTokens > tokens;
       if (zero_masked) zero_masked_values<Traits>(worker, values, tokens - first_token);
       if constexpr (Traits::kByWarpgroup) {
         multiply_by_warpgroup<typename SharedP<Traits>::Values>(values, worker, shared_p.p()(_, _, buffer), tCrO,

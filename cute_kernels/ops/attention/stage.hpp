@@ -47,8 +47,10 @@ struct StageSource {
       int before = (kv_tile - work_tile.tiles.begin) * schedule::kWindowTileTokens;
       if (params.window_staged) window_tokens = min(schedule::kWindowTileTokens, work_tile.window_tokens - before);
     } else if (index * format::kTileTokens < work_tile.tokens) {
-      if constexpr (Traits::kUniform) __builtin_assume(!view(params).pages.table);
-      tile = view(params).tile_index(work_tile.sequence, work_tile.kv_head, index);
+      // In pages of one table: looked up by constants, not by parameters of one view or the other.
+      format::SparseView const& of_either = Traits::kUniform ? view(params) : params.keys;
+      if constexpr (Traits::kUniform) __builtin_assume(!of_either.pages.table);
+      tile = of_either.tile_index(work_tile.sequence, work_tile.kv_head, index);
     }
   }
   CUTE_DEVICE format::SparseView const& view(Params const& params) const {

@@ -32,9 +32,13 @@ struct Traits {
   static constexpr bool kBlocksAreEqual = std::is_same_v<TileFormat, format::TwoOfFourTile>;  // of as many rows
   static constexpr bool kUniform = kUniform_, kSeparateOrders = kSeparateOrders_;
   static_assert(!(kUniform && kSeparateOrders));
+  static constexpr bool kByWarpgroup = kN_ > 16;  // products by WGMMA, whose B lies in shared memory
+  // Whether `Params::zero_masked` is heeded. Pages do without, and so do kernels of one token order beside which there
+  // are those of two.
+  static constexpr bool kZeroesMasked =
+      kHasNonfinite && !kUniform && (kSeparateOrders || kBlocksAreEqual || kByWarpgroup);
   static constexpr int kRowBlocks = kN / 8;
   static constexpr int kTokens = format::kTileTokens;
-  static constexpr bool kByWarpgroup = kN > 16;  // products by WGMMA, whose B lies in shared memory
   static constexpr int kWorkerWarps = kByWarpgroup ? 4 : 2;
   static constexpr int kWorkerThreads = 32 * kWorkerWarps;
 

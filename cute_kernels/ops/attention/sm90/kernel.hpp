@@ -108,6 +108,7 @@ __global__ void __launch_bounds__(kMaxThreads<kMaxWarpgroups<Traits>>, 1)
   auto& storage = *reinterpret_cast<Storage<Traits>*>(shared);
   prefetch_params(params, storage.prefetched_params);
   ptx::wait_for_primary();
+  prefetch_lengths<Traits>(params);
   using Combine = CombineOf<Traits>;
   typename Traits::Schedule schedule(params.schedule, shared + kFixedBytes<Traits>);
   StageRing ring{params.ring, storage.barriers, shared + kFixedBytes<Traits> + params.schedule_bytes,

@@ -38,9 +38,10 @@ void launch(Params const& params, pipeline::Config const& config, cudaStream_t s
     using T = decltype(traits);
     // Tiles of exactly two of four all have the order of memory.
     using Separate = std::conditional_t<mma::kAreTwoOfFour<Codecs> || T::kByWarpgroup, SharedOrderTraits<T>, T>;
-    auto* kernel = params.uniform           ? attention_kernel<UniformTraits<T>>
-                   : params.separate_orders ? attention_kernel<Separate>
-                                            : attention_kernel<SharedOrderTraits<T>>;
+    bool zeroes_masked = T::kHasNonfinite && params.zero_masked;
+    auto* kernel = params.uniform                            ? attention_kernel<UniformTraits<T>>
+                   : params.separate_orders || zeroes_masked ? attention_kernel<Separate>
+                                                             : attention_kernel<SharedOrderTraits<T>>;
     RingParams ring_params = pipeline::ring_params(params, params.stages, config);
     if (!params.schedule.variable_length && !params.keys.pages.table)
       ring_params.prefetch_row_offsets = pipeline::row_offset_prefetch(params.keys, config);

@@ -81,7 +81,7 @@ struct TileLoad {
       full.arrive_and_expect_tx(bytes);
       return ptx::bulk_copy(stage.block, from + window_elements, bytes, &full, policy);
     }
-    bool token_order = !is_value || (!Traits::kUniform && params.zero_masked);
+    bool token_order = !is_value || (Traits::kZeroesMasked && params.zero_masked);
     bool value_order = Traits::kSeparateOrders && !is_value && params.separate_orders;
     int bytes = rows * format::kRowBytes;
     int scale_bytes = Traits::kHasScales && !is_value ? format::kRowBytes : 0;
@@ -97,22 +97,34 @@ struct TileLoad {
   }
 };
 
-// Asks for what the CTA's first tiles in pages are looked up in, a warp a work tile and a lane a tile: where tiles are
-// does not depend on lengths, and which the CTA has is about as expected. So that need not wait for lengths.
+// Asks for the lengths that splits depend on, a thread a line of them, while the CTA still works out which it needs.
+template <class Traits>
+CUTE_DEVICE void prefetch_lengths(RingParams const& params) {
+  if constexpr (Traits::kUniform) return;
+  constexpr int kLengths = 128 / sizeof(int32_t);  // in a line
+  int sequences = params.keys.batch, ahead = threadIdx.x * kLengths;
+  if (ahead >= sequences + kLengths) return;  // lines need not begin where lengths do
+  int sequence = min(ahead, sequences - 1);
+  if (params.schedule.lengths) ptx::prefetch(params.schedule.lengths + sequence);
+  if (params.schedule.window_lengths) ptx::prefetch(params.schedule.window_lengths + sequence);
+}
+
+// Asks for what the CTA's tiles in pages are looked up in, a lane a tile, a warp 32 tiles of one of its work tiles: all
+// of them, since every worker begins elsewhere. Where tiles are does not depend on lengths, and which the CTA has is
+// about as expected. So that need not wait for lengths.
 template <class Traits>
 CUTE_DEVICE void prefetch_tile_rows(RingParams const& params, typename Traits::Schedule const& schedule) {
   format::SparseView const& keys = params.keys;
   if (Traits::kUniform || !keys.pages.table || !params.schedule.by_work_tile) return;
-  int warp = (blockDim.x - 1 - threadIdx.x) / 32;  // the first warp has other work
-  auto expected = schedule.expected_tiles(warp);
-  int tile = expected.first + static_cast<int>(threadIdx.x % 32);
-  if (tile >= expected.end || tile >= keys.tiles_per_head()) return;
+  unsigned warp = (blockDim.x - 1 - threadIdx.x) / 32, work_tiles = schedule.work_tiles_of_cta();  // the first is busy
+  auto expected = schedule.expected_tiles(warp % work_tiles);
+  int tile = expected.first + static_cast<int>(warp / work_tiles * 32 + threadIdx.x % 32);
+  if (tile >= expected.end || tile >= keys.pages.pages_per_sequence * keys.pages.tiles_per_page) return;
   if constexpr (Traits::kBlocksAreEqual) return ptx::prefetch(keys.table_entry(expected.sequence, tile));
   int64_t slot = keys.tile_index(expected.sequence, expected.kv_head, tile);
   if (slot < 0) return;
   ptx::prefetch(keys.row_offsets + slot);
-  ptx::prefetch(params.values.row_offsets + slot);
-  if (params.values.pages.rows_before) ptx::prefetch(params.values.pages.rows_before + slot);
+  ptx::prefetch(params.values.row_offsets + slot);  // before values are the rows of keys
 }
 
 // `producer`: of kMaxProducers.
