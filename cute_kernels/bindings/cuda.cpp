@@ -49,9 +49,9 @@ void channel_scales(uintptr_t x, Strides const& strides, int batch, int kv_heads
                            to_pointer<uint16_t>(scales), nullptr, to_pointer<int64_t>(refused), stream_of(stream));
 }
 
-void deal(uintptr_t counts, int heads, int head_dim, uintptr_t channel_order, uintptr_t from_scale, uintptr_t to_scale,
-          uintptr_t stream) {
-  compress::deal(to_pointer<int32_t>(counts), heads, format::padded_head_dim(head_dim),
+void deal(uintptr_t counts, int heads, int head_dim, bool grouped, uintptr_t channel_order, uintptr_t from_scale,
+          uintptr_t to_scale, uintptr_t stream) {
+  compress::deal(to_pointer<int32_t>(counts), heads, format::padded_head_dim(head_dim), grouped ? head_dim : 0,
                  to_pointer<uint8_t>(channel_order), to_pointer<uint16_t>(from_scale), to_pointer<uint16_t>(to_scale),
                  stream_of(stream));
 }
@@ -93,15 +93,25 @@ std::pair<int, int> slot_scratch(int role, int head_dim) {
 }
 
 void select_slots(uintptr_t x, Strides const& strides, int batch, int kv_heads, int64_t tokens, int head_dim, int dtype,
-                  int role, int codec, int keep, uintptr_t channel_order, uintptr_t channel_scales, uintptr_t masks,
-                  uintptr_t counts, uintptr_t token_scales, uintptr_t totals, uintptr_t constrained, uintptr_t stream) {
-  compress::SlotSelection selection{
-      to_pointer<uint8_t>(channel_order), to_pointer<uint16_t>(channel_scales), keep,
-      to_pointer<uint32_t>(masks),        to_pointer<uint8_t>(counts),          to_pointer<uint16_t>(token_scales),
-      to_pointer<int64_t>(totals),        to_pointer<int64_t>(constrained)};
+                  int role, int codec, int keep, uintptr_t channel_order, uintptr_t masks, uintptr_t counts,
+                  uintptr_t totals, uintptr_t constrained, uintptr_t stream) {
+  compress::SlotSelection selection{to_pointer<uint8_t>(channel_order), keep,
+                                    to_pointer<uint32_t>(masks),        to_pointer<uint8_t>(counts),
+                                    to_pointer<int64_t>(totals),        to_pointer<int64_t>(constrained)};
   compress::select_slots(dense_view(x, strides, batch, kv_heads, tokens, head_dim, dtype),
                          static_cast<format::Role>(role), static_cast<format::CodecId>(codec), selection,
                          stream_of(stream));
+}
+
+void select_two_of_four(uintptr_t x, Strides const& strides, int batch, int kv_heads, int64_t tokens, int head_dim,
+                        int dtype, int role, uintptr_t channel_order, int keep, uintptr_t masks, uintptr_t counts,
+                        int codec, uintptr_t channel_scales, uintptr_t token_scales, uintptr_t refused,
+                        uintptr_t stream) {
+  compress::TokenScaling scaling{static_cast<format::CodecId>(codec), to_pointer<uint16_t>(channel_scales),
+                                 to_pointer<uint16_t>(token_scales), to_pointer<int64_t>(refused)};
+  compress::select_two_of_four(dense_view(x, strides, batch, kv_heads, tokens, head_dim, dtype),
+                               static_cast<format::Role>(role), to_pointer<uint8_t>(channel_order), keep,
+                               to_pointer<uint32_t>(masks), to_pointer<int32_t>(counts), scaling, stream_of(stream));
 }
 
 void order_slots(uintptr_t key_counts, int key_codec, uintptr_t key_longest, uintptr_t value_counts, int value_codec,
@@ -112,12 +122,10 @@ void order_slots(uintptr_t key_counts, int key_codec, uintptr_t key_longest, uin
       static_cast<format::CodecId>(value_codec), tiles, to_pointer<uint8_t>(token_order), stream_of(stream));
 }
 
-void pack_slots(uintptr_t x, Strides const& strides, uintptr_t masks, uintptr_t token_scales, uintptr_t totals,
-                int64_t capacity, format::SparseView const& view, uintptr_t tile_rows, uintptr_t dropped,
-                uintptr_t stream) {
-  compress::pack_slots(dense_view(x, strides, view), to_pointer<uint32_t>(masks), to_pointer<uint16_t>(token_scales),
-                       to_pointer<int64_t>(totals), capacity, view, to_pointer<int32_t>(tile_rows),
-                       to_pointer<int64_t>(dropped), stream_of(stream));
+void pack_slots(uintptr_t x, Strides const& strides, uintptr_t masks, uintptr_t totals, int64_t capacity,
+                format::SparseView const& view, uintptr_t tile_rows, uintptr_t dropped, uintptr_t stream) {
+  compress::pack_slots(dense_view(x, strides, view), to_pointer<uint32_t>(masks), to_pointer<int64_t>(totals), capacity,
+                       view, to_pointer<int32_t>(tile_rows), to_pointer<int64_t>(dropped), stream_of(stream));
 }
 
 void decompress(format::SparseView const& view, uintptr_t out, uintptr_t stream) {
@@ -230,8 +238,10 @@ void bind_cuda(py::module_& m) {
            "bf16 of a narrow codec, by channel, from the first tokens; sets what is refused to 0");
   cuda.def("balance", &balance, "masks"_a, "channel_order"_a, "masks2"_a, "channel_order2"_a, "batch"_a, "kv_heads"_a,
            "tokens"_a, "head_dim"_a, "token_order"_a, "longest"_a, "longest2"_a, "stream"_a);
-  cuda.def("deal", &deal, "counts"_a, "heads"_a, "head_dim"_a, "channel_order"_a, "from_scale"_a, "to_scale"_a,
-           "stream"_a, "scales of channels: by channel and by position, or 0");
+  cuda.def(
+      "deal", &deal, "counts"_a, "heads"_a, "head_dim"_a, "grouped"_a, "channel_order"_a, "from_scale"_a, "to_scale"_a,
+      "stream"_a,
+      "grouped: to groups of four neighbours, not to classes. Scales of channels: by channel and by position, or 0");
   cuda.def("offsets", &offsets, "longest"_a, "tiles"_a, "counts"_a, "heads"_a, "head_dim"_a, "codec"_a, "tile_format"_a,
            "row_offsets"_a, "totals"_a, "stream"_a);
   cuda.def("pack", &pack, "x"_a, "strides"_a, "masks"_a, "token_scales"_a, "keep"_a, "totals"_a, "capacity"_a, "view"_a,
@@ -241,13 +251,17 @@ void bind_cuda(py::module_& m) {
   cuda.def("slot_scratch", &slot_scratch, "role"_a, "head_dim"_a,
            "Words of masks and bytes of counts that select_slots writes for a tile");
   cuda.def("select_slots", &select_slots, "x"_a, "strides"_a, "batch"_a, "kv_heads"_a, "tokens"_a, "head_dim"_a,
-           "dtype"_a, "role"_a, "codec"_a, "keep"_a, "channel_order"_a, "channel_scales"_a, "masks"_a, "counts"_a,
-           "token_scales"_a, "totals"_a, "constrained"_a, "stream"_a,
+           "dtype"_a, "role"_a, "codec"_a, "keep"_a, "channel_order"_a, "masks"_a, "counts"_a, "totals"_a,
+           "constrained"_a, "stream"_a,
            "adds to totals: values stored, those that the codec cannot store, nonzeros beyond two of four");
+  cuda.def("select_two_of_four", &select_two_of_four, "x"_a, "strides"_a, "batch"_a, "kv_heads"_a, "tokens"_a,
+           "head_dim"_a, "dtype"_a, "role"_a, "channel_order"_a, "keep"_a, "masks"_a, "counts"_a, "codec"_a,
+           "channel_scales"_a, "token_scales"_a, "refused"_a, "stream"_a,
+           "as select, by a rule of two of four. codec, if it has scales: of channels, which are read, and of tokens");
   cuda.def("order_slots", &order_slots, "key_counts"_a, "key_codec"_a, "key_longest"_a, "value_counts"_a,
            "value_codec"_a, "value_longest"_a, "tiles"_a, "token_order"_a, "stream"_a);
-  cuda.def("pack_slots", &pack_slots, "x"_a, "strides"_a, "masks"_a, "token_scales"_a, "totals"_a, "capacity"_a,
-           "view"_a, "tile_rows"_a, "dropped"_a, "stream"_a, "tile_rows, dropped: where tiles lie anywhere, or 0");
+  cuda.def("pack_slots", &pack_slots, "x"_a, "strides"_a, "masks"_a, "totals"_a, "capacity"_a, "view"_a, "tile_rows"_a,
+           "dropped"_a, "stream"_a, "tile_rows, dropped: where tiles lie anywhere, or 0");
   cuda.def("decompress", &decompress, "view"_a, "out"_a, "stream"_a);
   py::class_<compress::Windows>(cuda, "Windows", "The dense windows of a pool's sequences, as pointers and sizes")
       .def(py::init(&make_windows), "keys"_a, "values"_a, "lengths"_a, "arrivals"_a, "capacity"_a, "recent"_a,

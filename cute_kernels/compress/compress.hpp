@@ -69,10 +69,11 @@ struct TokenScaling {
 void select(DenseView const& x, int keep, uint32_t* masks, int32_t* counts, void* pruned, TokenScaling const& scaling,
             cudaStream_t stream);
 
-// The channel order (heads, padded): densest channels first, dealt to the classes back and forth. from_scale, to_scale: the
-// scales of channels, by channel and by position, or both null.
-void deal(int32_t const* counts, int heads, int padded_head_dim, uint8_t* channel_order, uint16_t const* from_scale,
-          uint16_t* to_scale, cudaStream_t stream);
+// The channel order (heads, padded): densest channels first, dealt back and forth, to the classes, or, where grouped is not 0,
+// so many channels to groups of four neighbours. from_scale, to_scale: the scales of channels, by channel and by position,
+// or both null.
+void deal(int32_t const* counts, int heads, int padded_head_dim, int grouped, uint8_t* channel_order,
+          uint16_t const* from_scale, uint16_t* to_scale, cudaStream_t stream);
 
 // What `balance` reads of one cache, and the longest stream of each of its tiles that it writes.
 struct BalanceOperand {
@@ -107,23 +108,22 @@ struct SlotScratch {
 SlotScratch slot_scratch(format::Role role, int padded_head_dim);
 
 struct SlotSelection {
-  uint8_t const* channel_order;   // (heads, padded)
-  uint16_t const* channel_scale;  // the same by channel
-  int keep;                       // of a token's candidates; 0: all
-  uint32_t* masks;                // (heads * tiles, mask_words)
-  uint8_t* counts;                // (heads * tiles, count_bytes), as in format::SlotCounts
-  uint16_t* token_scale;          // (heads * tiles * 64), by token
+  uint8_t const* channel_order;  // (heads, padded)
+  int keep;                      // of a token's candidates; 0: all
+  uint32_t* masks;               // (heads * tiles, mask_words)
+  uint8_t* counts;               // (heads * tiles, count_bytes), as in format::SlotCounts
   // Are added to: values stored, those that the codec cannot store, nonzeros beyond two of four; and, unless null, what
   // magnitude alone would keep and is not kept.
   int64_t* totals;
   int64_t* constrained;
-  // These are filled in.
-  int streams = 0;
-  float codec_largest = 0;
-  bool has_nan = false;
+  int streams = 0;  // is filled in
 };
 void select_slots(DenseView const& x, format::Role role, format::CodecId codec, SlotSelection selection,
                   cudaStream_t stream);
+
+// As `select`, by rule "2of4" (keep 0) or "magnitude-2of4": what the bitmap format is to store.
+void select_two_of_four(DenseView const& x, format::Role role, uint8_t const* channel_order, int keep, uint32_t* masks,
+                        int32_t* counts, TokenScaling const& scaling, cudaStream_t stream);
 
 struct SlotOrder {
   uint8_t const* counts;  // of `select_slots`; null: there is no such cache
@@ -135,9 +135,8 @@ void order_slots(SlotOrder keys, format::CodecId key_codec, SlotOrder values, fo
 
 // tile_rows: null, or tiles lie anywhere in the blocks: row_offsets has their first rows, this (tiles) how many each may
 // have. dropped: tiles that were trimmed to them, and values that they lost, are added. totals may be null.
-void pack_slots(DenseView const& x, uint32_t const* masks, uint16_t const* token_scale, int64_t const* totals,
-                int64_t capacity, format::SparseView const& view, int32_t const* tile_rows, int64_t* dropped,
-                cudaStream_t stream);
+void pack_slots(DenseView const& x, uint32_t const* masks, int64_t const* totals, int64_t capacity,
+                format::SparseView const& view, int32_t const* tile_rows, int64_t* dropped, cudaStream_t stream);
 
 void decompress(format::SparseView const& view, void* out, cudaStream_t stream);
 void unpack_slots(format::SparseView const& view, void* out, cudaStream_t stream);        // the same, of that format

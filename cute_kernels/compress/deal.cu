@@ -9,8 +9,9 @@ namespace {
 
 using namespace format;
 
-// One CTA a head, one thread a channel. from_scale: by channel, to_scale: by position; null: no scales.
-__global__ void deal_kernel(int32_t const* counts, uint8_t* channel_order, uint16_t const* from_scale,
+// One CTA a head, one thread a channel. grouped: so many channels to groups of four; 0: all to classes. from_scale: by
+// channel, to_scale: by position; null: no scales.
+__global__ void deal_kernel(int32_t const* counts, int grouped, uint8_t* channel_order, uint16_t const* from_scale,
                             uint16_t* to_scale, Destination to, NewOrder order) {
   __shared__ int32_t count[kMaxHeadDim];
   int channels = blockDim.x, channel = threadIdx.x;
@@ -18,7 +19,8 @@ __global__ void deal_kernel(int32_t const* counts, uint8_t* channel_order, uint1
   if (index < 0) return;
   count[channel] = counts[int64_t{blockIdx.x} * channels + channel];
   __syncthreads();
-  int64_t position = index * channels + dealt_position(count, channels, channel);
+  int64_t position = index * channels +
+                     (grouped ? grouped_position(count, grouped, channel) : dealt_position(count, channels, channel));
   channel_order[position] = static_cast<uint8_t>(channel);
   if (from_scale) to_scale[position] = from_scale[int64_t{blockIdx.x} * channels + channel];
 }
@@ -94,16 +96,16 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-void deal(int32_t const* counts, int heads, int padded_head_dim, uint8_t* channel_order, uint16_t const* from_scale,
-          uint16_t* to_scale, cudaStream_t stream) {
-  deal_kernel<<<heads, padded_head_dim, 0, stream>>>(counts, channel_order, from_scale, to_scale, Destination{},
-                                                     NewOrder::kAlways);
+void deal(int32_t const* counts, int heads, int padded_head_dim, int grouped, uint8_t* channel_order,
+          uint16_t const* from_scale, uint16_t* to_scale, cudaStream_t stream) {
+  deal_kernel<<<heads, padded_head_dim, 0, stream>>>(counts, grouped, channel_order, from_scale, to_scale,
+                                                     Destination{}, NewOrder::kAlways);
   check_cuda(cudaGetLastError(), "launch of deal");
 }
 
 void deal(int32_t const* counts, uint16_t const* channel_scale, int heads, SparseView const& view,
           Destination const& to, NewOrder order, cudaStream_t stream) {
-  deal_kernel<<<heads, view.padded_head_dim, 0, stream>>>(counts, const_cast<uint8_t*>(view.channel_order),
+  deal_kernel<<<heads, view.padded_head_dim, 0, stream>>>(counts, 0, const_cast<uint8_t*>(view.channel_order),
                                                           channel_scale, const_cast<uint16_t*>(view.channel_scale), to,
                                                           order);
   check_cuda(cudaGetLastError(), "launch of deal");

@@ -1,6 +1,10 @@
 // What packing and unpacking of tiles of two of four share: dense rows in shared memory, and a lane's groups of them.
 #pragma once
 
+#include <cute/arch/copy_sm80.hpp>
+#include <cute/pointer.hpp>
+
+#include "cute_kernels/common/ptx.hpp"
 #include "cute_kernels/compress/tile_kernel.hpp"
 #include "cute_kernels/format/tile/two_of_four.hpp"
 
@@ -33,20 +37,32 @@ struct GroupPlace {
   __device__ int channel_of(int i) const { return kRole == Role::kKey ? channel + i : channel; }
 };
 
-// The two largest of four, ties to the first: their indices in order, as metadata has them.
-__device__ inline uint32_t two_largest(uint32_t const (&keys)[TwoOfFourGroups::kGroup]) {
-  uint32_t best = keys[1] > keys[0], next = 1 - best;
-  uint32_t best_key = max(keys[0], keys[1]), next_key = min(keys[0], keys[1]);
-#pragma unroll
-  for (uint32_t i = 2; i < TwoOfFourGroups::kGroup; ++i) {
-    bool above_best = keys[i] > best_key, above_next = keys[i] > next_key;
-    next = above_best ? best : above_next ? i : next;
-    next_key = above_best ? best_key : above_next ? keys[i] : next_key;
-    best = above_best ? i : best;
-    best_key = above_best ? keys[i] : best_key;
-  }
-  return min(best, next) | max(best, next) << 2;
+// As from_half_bits. No branch, which would keep apart what could be loaded side by side.
+__device__ inline float to_float(uint16_t bits, DType dtype) {
+  uint32_t mask = dtype == DType::kBFloat16 ? ~0u : 0;
+  return bits_float(ptx::blend(float_bits(float(half_t::bitcast(bits))), uint32_t{bits} << 16, ~mask));
 }
+
+__device__ inline uint32_t byte_of(uint32_t word, uint32_t index) {
+  return ptx::permute_bytes(word, 0, 0x4440 | index);
+}
+
+// The two largest of four keys, which are below 2^30, ties to the first.
+struct TwoLargest {
+  uint32_t two;      // their indices in order, as metadata has them
+  uint32_t largest;  // key
+
+  __device__ TwoLargest(uint32_t const (&keys)[TwoOfFourGroups::kGroup]) {
+    uint32_t ranked[TwoOfFourGroups::kGroup];  // no two are equal
+#pragma unroll
+    for (uint32_t i = 0; i < TwoOfFourGroups::kGroup; ++i) ranked[i] = 4 * keys[i] + 3 - i;
+    uint32_t a = max(ranked[0], ranked[1]), b = max(ranked[2], ranked[3]);
+    uint32_t best = max(a, b), next = max(min(a, b), max(min(ranked[0], ranked[1]), min(ranked[2], ranked[3])));
+    uint32_t i = ~best & 3, j = ~next & 3;
+    two = min(i, j) | max(i, j) << 2;
+    largest = best / 4;
+  }
+};
 
 __device__ inline void add_to(int64_t* total, int count) {
   count = __reduce_add_sync(~0u, count);
@@ -54,26 +70,28 @@ __device__ inline void add_to(int64_t* total, int count) {
     atomicAdd(reinterpret_cast<unsigned long long*>(total), static_cast<unsigned long long>(count));
 }
 
-// Rows of the tile's tokens, zeros beyond what exists.
+// Starts to copy the rows of the tile's tokens to shared memory, with zeros for tokens and channels that are not there.
 template <int HeadDim>
-__device__ void load_rows(DenseRows<HeadDim>& s, DenseView const& x, unsigned head, int64_t first_token, int tokens,
-                          bool vectors) {
-  constexpr int kVectors = HeadDim / kGroupVectorValues;  // of a token
-#pragma unroll 4
-  for (int i = threadIdx.x; i < kTileTokens * kVectors; i += kGroupThreads) {
-    int token = i / kVectors, channel = i % kVectors * kGroupVectorValues;
-    alignas(16) uint16_t values[kGroupVectorValues] = {};
-    if (token < tokens && channel < x.head_dim) {
-      uint16_t const* from = x.row(head, first_token + token) + channel;
-      if (vectors) {
-        *reinterpret_cast<uint4*>(values) = *reinterpret_cast<uint4 const*>(from);
-      } else {
-#pragma unroll
-        for (int j = 0; j < kGroupVectorValues; ++j) values[j] = from[j];
-      }
+__device__ void start_rows(DenseRows<HeadDim>& s, DenseView const& x, TileLocation const& tile, bool vectors) {
+  uint16_t const* from = x.row(tile.head, tile.first_token);
+  if (!vectors) {
+    for (int i = threadIdx.x; i < kTileTokens * HeadDim; i += kGroupThreads) {
+      int token = i / HeadDim, channel = i % HeadDim;
+      bool exists = token < tile.tokens && channel < x.head_dim;
+      s.element[token][channel] = exists ? from[token * x.stride_token + channel] : uint16_t{0};
     }
-    *reinterpret_cast<uint4*>(&s.element[token][channel]) = *reinterpret_cast<uint4 const*>(values);
+    return;
   }
+  constexpr int kVectors = HeadDim / kGroupVectorValues, kRows = kGroupThreads / kVectors;  // at a time
+  int row = threadIdx.x / kVectors, channel = threadIdx.x % kVectors * kGroupVectorValues;
+  int tokens = channel < x.head_dim ? tile.tokens : 0;  // that this thread's column of vectors has
+  from += row * x.stride_token + channel;
+#pragma unroll
+  for (int t = 0; t < kTileTokens; t += kRows) {
+    ptx::cp_async_16(cute::cast_smem_ptr_to_uint(&s.element[row + t][channel]), from, row + t < tokens ? 16 : 0);
+    from += kRows * x.stride_token;
+  }
+  cute::cp_async_fence();
 }
 
 // To the dense tensor.

@@ -7,7 +7,7 @@
 
 #include "cute_kernels/common/numeric.hpp"
 #include "cute_kernels/common/ptx.hpp"
-#include "cute_kernels/common/ptx_bytes.hpp"
+#include "cute_kernels/compress/encode.hpp"
 #include "cute_kernels/compress/select_tile.hpp"
 
 namespace cute_kernels::compress {
@@ -118,17 +118,6 @@ __device__ void load_scales(Storage& s, TileSource const& x, uint8_t const* chan
     s.per_token[p] = 1 / scale_value(scale);
     row[scale_index(p)] = scale;
   }
-}
-
-// Four codes, a byte each.
-template <class Codec>
-__device__ uint32_t encode_four(float const (&x)[4]) {
-#if __CUDA_ARCH__ >= 890
-  if constexpr (Codec::kId == CodecId::kFp8) return ptx::floats_to_four_e4m3(x);
-#endif
-  uint32_t first = ptx::permute_bytes(Codec::encode(x[0]), Codec::encode(x[1]), 0x0040),
-           second = ptx::permute_bytes(Codec::encode(x[2]), Codec::encode(x[3]), 0x0040);
-  return ptx::permute_bytes(first, second, 0x5410);
 }
 
 // The codes of a vector of X.

@@ -60,10 +60,11 @@ __device__ uint32_t bits_of_atoms(int atoms) {
 }
 
 // The rank of an atom's first value in its lane's stream. word(i): of the lane.
-template <class Codec, class Word>
+template <class Codec, int HeadDim, class Word>
 __device__ int first_rank(int atom, Word&& word) {
   int rank = __popc(word(atom / 4) & bits_of_atoms<Codec>(atom % 4));
-  for (int i = 0; i < atom / 4; ++i) rank += __popc(word(i));
+#pragma unroll
+  for (int i = 0; i < SlotTile::bitmap_rows(HeadDim) - 1; ++i) rank += i < atom / 4 ? __popc(word(i)) : 0;
   return rank;
 }
 

@@ -1,5 +1,6 @@
 // Tiles of exactly two of four, from dense rows and back; one CTA a tile. A warp takes whole atoms of the tile, and a lane
 // its groups of them, as the MMA kernels do.
+#include "cute_kernels/compress/encode.hpp"
 #include "cute_kernels/compress/group_tile.hpp"
 
 namespace cute_kernels::compress {
@@ -11,38 +12,48 @@ constexpr int kThreads = kGroupThreads, kVectorValues = kGroupVectorValues;
 
 template <int HeadDim>
 using Dense = DenseRows<HeadDim>;
-template <int HeadDim>
-struct Scales {
-  float per_channel[HeadDim], per_token[kTileTokens];  // by position
-  uint32_t largest[kTileTokens];                       // bits of floats that are not negative
-};
 template <int HeadDim, bool kHasScales>
-struct PackStorage : Dense<HeadDim> {};
-template <int HeadDim>
-struct PackStorage<HeadDim, true> : Dense<HeadDim>, Scales<HeadDim> {};
+struct PackStorage : Dense<HeadDim> {
+  float per_channel[kHasScales ? HeadDim : 1], per_token[kHasScales ? kTileTokens : 1];  // by position
+  uint32_t largest[kHasScales ? kTileTokens : 1];  // of tokens: bits of floats that are not negative
+};
+
+// Elements of four, which are two in a word, in one word: those that metadata names. -0 counts as zero.
+__device__ uint32_t pick_pair(uint32_t first, uint32_t second, uint32_t two) {
+  uint32_t bytes = 0x1010 + (two & 3) * 0x0022 + (two >> 2) * 0x2200;
+  uint32_t pair = ptx::permute_bytes(first, second, bytes);
+  if (!(pair & 0x7fff)) pair &= 0xffff0000;
+  if (!(pair & 0x7fff0000)) pair &= 0xffff;
+  return pair;
+}
 
 // refused: counts values that the codec cannot store. lost: counts nonzeros beyond two of four; null: nobody asks.
 template <Role kRole, int HeadDim, class Codec>
 __global__ void __launch_bounds__(kThreads, 2)
     pack_pairs_kernel(DenseView x, bool vectors, SparseView view, int64_t* refused, int64_t* lost) {
   constexpr int kAtoms = kWarpAtoms<HeadDim>, kAlongK = Tile::atoms_along_k(kRole, HeadDim);
+  constexpr bool kIsKey = kRole == Role::kKey;
   extern __shared__ __align__(16) uint8_t shared[];
   auto& s = *reinterpret_cast<PackStorage<HeadDim, Codec::kHasScales>*>(shared);
   TileLocation tile(view);
   int lane = threadIdx.x % 32, first_atom = threadIdx.x / 32 * kAtoms;
-  load_rows<HeadDim>(s, x, tile.head, tile.first_token, tile.tokens, vectors);
-  for (int i = threadIdx.x; i < HeadDim; i += kThreads) {
+  start_rows(s, x, tile, vectors);
+  if (int i = threadIdx.x; i < HeadDim) {
     s.channel[i] = view.channel_order[tile.head * HeadDim + i];
     if constexpr (Codec::kHasScales) s.per_channel[i] = 1 / scale_value(view.channel_scale[tile.head * HeadDim + i]);
   }
   if constexpr (Codec::kHasScales) {
     if (threadIdx.x < kTileTokens) s.largest[threadIdx.x] = 0;
   }
+  cute::cp_async_wait<0>();
   __syncthreads();
 
-  uint32_t pairs[kAtoms][Tile::kAtomGroups], kept[kAtoms][Tile::kAtomGroups];
-  uint32_t nan = nan_key(view.dtype);
+  uint32_t pairs[kAtoms][Tile::kAtomGroups],
+      kept[kAtoms] = {};                                   // of 16 bits; metadata of an atom's groups, 4 bits each
+  float products[kAtoms][Tile::kAtomGroups][Tile::kKept];  // of values and the reciprocals of their channels' scales
+  uint32_t nan = nan_key(view.dtype), infinity = nan - 1;
   int out_of_range = 0, left_out = 0;
+  float most[2] = {};  // of the lane's rows of keys, which an atom's groups have in turn: largest product
 #pragma unroll
   for (int a = 0; a < kAtoms; ++a) {
     uint32_t metadata[2] = {};  // of groups 0 to 3 of the atom, and of 4 to 7
@@ -50,32 +61,41 @@ __global__ void __launch_bounds__(kThreads, 2)
     for (int r = 0; r < Tile::kAtomGroups; ++r) {
       GroupPlace<kRole, HeadDim> place(lane, Tile::kAtomGroups * (first_atom + a) + r);
       uint32_t bits[Tile::kGroup], keys[Tile::kGroup];
-      int nonzero = 0;
+      uint32_t channels = kIsKey ? *reinterpret_cast<uint32_t const*>(s.channel + place.channel) : 0;
 #pragma unroll
       for (int i = 0; i < Tile::kGroup; ++i) {
-        bits[i] = s.element[place.token_of(i)][s.channel[place.channel_of(i)]];
+        bits[i] = s.element[place.token_of(i)][kIsKey ? byte_of(channels, i) : s.channel[place.channel]];
         keys[i] = magnitude_key(static_cast<uint16_t>(bits[i]), nan);
-        if (keys[i] == 0) bits[i] = 0;
-        nonzero += keys[i] != 0;
       }
-      uint32_t two = two_largest(keys);
-      auto bits_of = [&](uint32_t index) {
-        uint32_t low = index & 1 ? bits[1] : bits[0], high = index & 1 ? bits[3] : bits[2];
-        return index & 2 ? high : low;
-      };
-      pairs[a][r] = bits_of(two & 3) | bits_of(two >> 2) << 16;
-      kept[a][r] = two;
-      left_out += max(0, nonzero - Tile::kKept);
-      metadata[r / 2] |= two << (4 * (lane % 4) + 16 * (r % 2));
-      if constexpr (Codec::kHasScales) {
+      TwoLargest largest(keys);
+      uint32_t pair = pick_pair(bits[0] | bits[1] << 16, bits[2] | bits[3] << 16, largest.two);
+      kept[a] |= largest.two << (Tile::kMetadataBits * r);
+      metadata[r / 2] |= largest.two << (4 * (lane % 4) + 16 * (r % 2));
+      if (lost) {
+        int nonzero = 0;
+#pragma unroll
+        for (uint32_t key : keys) nonzero += key != 0;
+        left_out += max(0, nonzero - Tile::kKept);
+      }
+      if constexpr (!Codec::kHasScales) {
+        pairs[a][r] = pair;
+      } else {
+        bool all_finite = largest.largest < infinity;
 #pragma unroll
         for (int i = 0; i < Tile::kKept; ++i) {
-          int element = two >> (2 * i) & 3;
-          float value = from_half_bits(static_cast<uint16_t>(pairs[a][r] >> (16 * i)), view.dtype);
-          float ratio = fabsf(value) * s.per_channel[place.channel_of(element)];
-          bool is_nan = value != value, is_infinite = fabsf(value) == INFINITY;
-          out_of_range += is_infinite || (is_nan && !Codec::kHasNan);
-          if (!is_nan && !is_infinite) atomicMax(&s.largest[place.token_of(element)], __float_as_uint(ratio));
+          int element = largest.two >> (2 * i) & 3;
+          float value = to_float(static_cast<uint16_t>(pair >> (16 * i)), view.dtype);
+          float product = value * s.per_channel[place.channel_of(element)], magnitude = fabsf(product);
+          if (!all_finite) {
+            bool is_nan = value != value, is_infinite = fabsf(value) == INFINITY;
+            out_of_range += is_infinite || (is_nan && !Codec::kHasNan);
+            if (is_nan || is_infinite) magnitude = 0;
+          }
+          products[a][r][i] = product;
+          if constexpr (kIsKey)
+            most[r % 2] = fmaxf(most[r % 2], magnitude);
+          else
+            atomicMax(&s.largest[place.token_of(element)], __float_as_uint(magnitude));
         }
       }
     }
@@ -90,6 +110,16 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
   if (lost) add_to(lost, left_out);
   if constexpr (Codec::kHasScales) {
+    if constexpr (kIsKey) {
+      static_assert(kAlongK % kAtoms == 0, "a warp's atoms have the same rows");
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        most[r] = fmaxf(most[r], __shfl_xor_sync(~0u, most[r], 1));
+        most[r] = fmaxf(most[r], __shfl_xor_sync(~0u, most[r], 2));
+        GroupPlace<kRole, HeadDim> place(lane, Tile::kAtomGroups * first_atom + r);
+        if (lane % 4 == 0) atomicMax(&s.largest[place.token], __float_as_uint(most[r]));
+      }
+    }
     add_to(refused, out_of_range);
     __syncthreads();
     if (threadIdx.x < kTileTokens) {
@@ -104,22 +134,24 @@ __global__ void __launch_bounds__(kThreads, 2)
   uint32_t* values = tile.block + (Tile::first_value_row<Codec>(HeadDim) + first_atom * kRows) * kLanes + lane;
 #pragma unroll
   for (int a = 0; a < kAtoms; ++a) {
-    uint32_t words[kRows] = {};
+    uint32_t words[kRows];
+    if constexpr (!Codec::kHasScales) {
 #pragma unroll
-    for (int r = 0; r < Tile::kAtomGroups; ++r) {
-      if constexpr (!Codec::kHasScales) {
-        words[r] = pairs[a][r];
-      } else {
+      for (int r = 0; r < Tile::kAtomGroups; ++r) words[r] = pairs[a][r];
+    } else {
+      float scaled[kRows][32 / Codec::kValueBits];
+#pragma unroll
+      for (int r = 0; r < Tile::kAtomGroups; ++r) {
         GroupPlace<kRole, HeadDim> place(lane, Tile::kAtomGroups * (first_atom + a) + r);
 #pragma unroll
         for (int i = 0; i < Tile::kKept; ++i) {
-          int element = kept[a][r] >> (2 * i) & 3;
-          float value = from_half_bits(static_cast<uint16_t>(pairs[a][r] >> (16 * i)), view.dtype);
-          uint32_t code = Codec::encode(
-              scaled_down(value, s.per_channel[place.channel_of(element)], s.per_token[place.token_of(element)]));
-          words[Tile::value_row<Codec>(r)] |= code << Tile::first_bit<Codec>(r, i);
+          int element = kept[a] >> (Tile::kMetadataBits * r + 2 * i) & 3;
+          scaled[Tile::value_row<Codec>(r)][Tile::first_bit<Codec>(r, i) / Codec::kValueBits] =
+              scaled_by_token(products[a][r][i], s.per_token[place.token_of(element)]);
         }
       }
+#pragma unroll
+      for (int row = 0; row < kRows; ++row) words[row] = encode_word<Codec>(scaled[row]);
     }
 #pragma unroll
     for (int row = 0; row < kRows; ++row) values[(a * kRows + row) * kLanes] = words[row];

@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(kGroupThreads) unpack_slots_kernel(SparseView 
 #pragma unroll 1
   for (int atom = first_atom; atom < first_atom + kAtoms; ++atom) {
     uint32_t bits = word_of(atom / 4) >> SlotTile::bitmap_bit<Codec>(kAtomSlots * (atom % 4));
-    int rank = first_rank<Codec>(atom, word_of);
+    int rank = first_rank<Codec, HeadDim>(atom, word_of);
 #pragma unroll
     for (int r = 0; r < SlotTile::kAtomGroups; ++r) {
       RolePlace<HeadDim> place(is_key, lane, SlotTile::kAtomGroups * atom + r);

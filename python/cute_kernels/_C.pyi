@@ -357,7 +357,14 @@ class cuda:
     ) -> None: ...
     @staticmethod
     def deal(
-        counts: int, heads: int, head_dim: int, channel_order: int, from_scale: int, to_scale: int, stream: int
+        counts: int,
+        heads: int,
+        head_dim: int,
+        grouped: bool,
+        channel_order: int,
+        from_scale: int,
+        to_scale: int,
+        stream: int,
     ) -> None: ...
     @staticmethod
     def offsets(
@@ -403,12 +410,30 @@ class cuda:
         codec: int,
         keep: int,
         channel_order: int,
-        channel_scales: int,
         masks: int,
         counts: int,
-        token_scales: int,
         totals: int,
         constrained: int,
+        stream: int,
+    ) -> None: ...
+    @staticmethod
+    def select_two_of_four(
+        x: int,
+        strides: Sequence[int],
+        batch: int,
+        kv_heads: int,
+        tokens: int,
+        head_dim: int,
+        dtype: int,
+        role: int,
+        channel_order: int,
+        keep: int,
+        masks: int,
+        counts: int,
+        codec: int,
+        channel_scales: int,
+        token_scales: int,
+        refused: int,
         stream: int,
     ) -> None: ...
     @staticmethod
@@ -428,7 +453,6 @@ class cuda:
         x: int,
         strides: Sequence[int],
         masks: int,
-        token_scales: int,
         totals: int,
         capacity: int,
         view: SparseView,

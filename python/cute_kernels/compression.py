@@ -59,6 +59,10 @@ def prune(
         checks.role(role)
     x = checks.dense_cache(x, "x")
     kept = _kept(rule, x.shape[3], sparsity, keep)
+    if _has_select_kernels(rule, x):
+        codec = chosen_codec(None, "codec", x.dtype)
+        (storage,) = _compress([_cache(x, role or "key", rule, kept, codec, BITMAP, None)])
+        return decompress(from_storage(storage))
     if kept and not isinstance(rule, Magnitude):
         return rule.prune(x, kept, role)
     return _prune(x, kept) if ops.eager(x) else _PRUNE(x, kept)
@@ -237,8 +241,15 @@ def _cache(x: Tensor, role: str, rule: Rule, kept: int, codec: str, tile_format:
         return Cache(x, role, kept, codec, out, tile_format)
     if kept == 0 or isinstance(rule, Magnitude):
         return Cache(x, role, kept, codec, out)
+    if _has_select_kernels(rule, x):
+        return Cache(x, role, kept if rule.per_token and kept < x.shape[3] else 0, codec, out, two_of_four=True)
     stored = 0 if out is None else _stored(rule, kept)  # without out, exactly what the rule left is stored
     return Cache(rule.prune(x, kept, role), role, stored, codec, out)
+
+
+def _has_select_kernels(rule: Rule, x: Tensor) -> bool:
+    """Whether kernels choose what a rule of two of four keeps for the tile format "bitmap"."""
+    return isinstance(rule, (TwoOfFour, MagnitudeTwoOfFour)) and x.is_cuda and ops.eager(x)
 
 
 def _compress(caches: list[Cache]) -> list[Storage]:
@@ -271,11 +282,7 @@ def _compress_eagerly(caches: list[Cache]) -> list[Storage]:
         return compress_caches(caches)
     if form == TWO_OF_FOUR_BITMAP:
         return two_of_four_bitmap.compress_caches(caches)
-    results: list[Storage] = []
-    for cache in caches:
-        shared = results[0].token_order if results else None
-        results.append(two_of_four.compress_cache(cache, cache.kept == 0, shared))
-    return results
+    return two_of_four.compress_caches(caches)
 
 
 def decompress(kv: SparseKV) -> Tensor:

@@ -79,6 +79,46 @@ def test_few_values_are_lost(rng):
     assert lost < 1.02 * most and (exact.abs() - in_memory).norm() > 1.05 * lost
 
 
+@pytest.mark.parametrize("tokens", [2048, 2049, 6200])
+@pytest.mark.parametrize("tile_format", ["bitmap", "two_of_four_bitmap"])
+def test_long_caches_are_ordered_by_a_part_of_their_tokens(tokens, tile_format, device, rng):
+    """At most 2048 tokens a head, at equal distances, decide which channels of keys are neighbours."""
+    x = oracle.lognormal_channels(1, 2, tokens, 64)
+    step = -(-tokens // 2048)
+    others = torch.arange(tokens) % step != 0
+    x[:, :, others] = x[:, :, others].roll(17, 3)  # other channels are large there
+    order = channel_order(x[:, :, ::step], 20)
+    expected = two_of_four(x, "key", 20, limit=True, order=order)
+    assert oracle.same_bits(ck.prune(x.to(device), keep=20, method="magnitude-2of4", role="key"), expected)
+    options = {"keep": 20, "method": "magnitude-2of4", "tile_format": tile_format}
+    kv = ck.compress(x.to(device), role="key", codec="int8", **options)
+    assert bool(((ck.decompress(kv).cpu() != 0) <= (expected != 0)).all())
+    if tile_format == "bitmap":
+        assert oracle.same_bits(ck.decompress(ck.compress(x.to(device), role="key", **options)), expected)
+
+
+@pytest.mark.parametrize("tile_format", ["bitmap", "two_of_four_bitmap"])
+@pytest.mark.parametrize("codec", ["fp8", "int8", "int4"])
+@pytest.mark.parametrize("role", ROLES)
+def test_values_that_a_codec_does_not_store(role, codec, tile_format, device, rng):
+    """Infinities, and NaN but in fp8, are refused where they are kept, and do not count where they are pruned."""
+    x = oracle.gaussian(1, 2, 150, 64)
+    options = {"role": role, "keep": 20, "method": "magnitude-2of4", "codec": codec, "tile_format": tile_format}
+    clean = ck.decompress(ck.compress(x.to(device), **options))
+    token, channel = rng.randrange(150), rng.randrange(64)
+    x[0, 1, token, channel] = rng.choice([float("inf"), -float("inf")])
+    with pytest.raises(ValueError, match=codec):
+        ck.compress(x.to(device), **options)
+    x[0, 1, token, channel] = float("nan")
+    if codec != "fp8":
+        with pytest.raises(ValueError, match=codec):
+            ck.compress(x.to(device), **options)
+        return
+    kv = ck.decompress(ck.compress(x.to(device), **options))
+    assert bool(kv[0, 1, token, channel].isnan()) and int(kv.isnan().sum()) == 1
+    assert oracle.same_bits(kv[:, 0], clean[:, 0])
+
+
 @pytest.mark.parametrize("codec", [None, "fp8", "int8", "int4"])
 @pytest.mark.parametrize("method", ["2of4", "magnitude-2of4"])
 def test_pairs(method, codec, device, rng):

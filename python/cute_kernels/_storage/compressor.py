@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -10,8 +11,8 @@ from torch import Tensor
 from cute_kernels._runtime.extension import _C, SCALED_CODECS
 from cute_kernels._runtime.launching import Kernels, address, compression_kernels
 from cute_kernels._storage import steps, tile_reader
+from cute_kernels._storage.allocation import Unsized, allocate
 from cute_kernels._storage.storage import BITMAP, Storage, refusal
-from cute_kernels._storage.validation import MAX_ROWS
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Cache:
     codec: str
     out: Storage | None
     tile_format: str = BITMAP
+    two_of_four: bool = False  # in tile format "bitmap": `kept` of two of every four neighbours; 0: all of these
 
     @property
     def tiles(self) -> int:
@@ -57,7 +59,7 @@ def compress_caches(caches: list[Cache]) -> list[Storage]:
         parts = _plan(kernels, caches, totals, stream)
         if caches[0].out is not None:
             return [_fill(kernels, cache, part, stream) for cache, part in zip(caches, parts)]
-        return _allocate(kernels, caches, parts, totals, stream)
+        return allocate([_unsized(kernels, cache, part, stream) for cache, part in zip(caches, parts)], totals)
 
 
 def _plan(kernels: Kernels, caches: list[Cache], totals: Tensor, stream: int) -> list[_Parts]:
@@ -119,7 +121,12 @@ def _select(
             assert cache.out.totals is not None
             of_cache = cache.out.totals
         written = of_cache if cache.codec in SCALED_CODECS else None
-        selections.append(steps.select(kernels, cache.x, cache.kept, stream, cache.codec, written))
+        of_scales = cache.codec, written
+        if cache.two_of_four:
+            selection = steps.select_two_of_four(kernels, cache.x, cache.role, cache.kept, stream, *of_scales)
+        else:
+            selection = steps.select(kernels, cache.x, cache.kept, stream, *of_scales)
+        selections.append(selection)
     if on_cpu:
         for cache, of_cache in zip(caches, totals):
             if cache.codec in SCALED_CODECS:
@@ -149,68 +156,19 @@ def name_of(cache: Cache) -> str:
     return "k" if cache.role == "key" else "v"
 
 
-def _allocate(kernels: Kernels, caches: list[Cache], parts: list[_Parts], totals: Tensor, stream: int) -> list[Storage]:
-    """Storages of the size that the caches need.
-
-    The device computes that size. While it is copied to the host, the device already packs into as much memory as is
-    likely enough. Memory beyond the size is cut off; where the guess was too small, or none was made, the blocks are
-    packed again into memory of the right size.
-    """
-    pending = _Totals(totals)
-    guesses: list[Tensor | None] = []
-    for cache, part in zip(caches, parts):
-        likely = MAX_ROWS + 1
-        if cache.kept:
-            likely = cache.tiles * steps.likely_rows_of_tile(cache.padded, cache.kept, cache.codec)
-        if kernels.device.type == "cpu" or likely > MAX_ROWS:
-            guesses.append(None)
-            continue
-        blocks = _blocks(likely, cache.x.device)
-        guesses.append(blocks)
-        view = _storage(cache, part, blocks, 0, 0).view()
-        steps.pack(kernels, cache.x, part.masks, part.scales, cache.kept, part.totals, likely, view, stream)
-    results: list[Storage] = []
-    for cache, part, guess, (rows, max_tile_rows, nnz, refused) in zip(caches, parts, guesses, pending.read()):
+def _unsized(kernels: Kernels, cache: Cache, parts: _Parts, stream: int) -> Unsized:
+    def read(totals: list[int]) -> tuple[int, int, int]:
+        rows, max_tile_rows, nnz, refused = totals
         if cache.codec in SCALED_CODECS:
             check_refused(cache, refused)
-        if rows > MAX_ROWS:
-            raise ValueError(
-                f"{name_of(cache)} of shape {tuple(cache.x.shape)} would take {rows} rows of 128 "
-                f"bytes, at most {MAX_ROWS} can be addressed: compress it in parts"
-            )
-        if guess is not None and rows <= guess.shape[0]:
-            used = guess[:rows]
-            blocks = used.clone() if rows < guess.shape[0] * 7 // 8 else used  # a clone frees the rest of the guess
-            storage = _storage(cache, part, blocks, max_tile_rows, nnz)
-        else:
-            storage = _storage(cache, part, _blocks(rows, cache.x.device), max_tile_rows, nnz)
-            view = storage.view()
-            steps.pack(kernels, cache.x, part.masks, part.scales, cache.kept, part.totals, rows, view, stream)
-        results.append(storage)
-    return results
+        return rows, max_tile_rows, nnz
 
+    def pack(storage: Storage) -> None:
+        rows = storage.blocks.shape[0]
+        steps.pack(kernels, cache.x, parts.masks, parts.scales, cache.kept, parts.totals, rows, storage.view(), stream)
 
-class _Totals:
-    """Totals that are being copied to the host; work that is queued after the copy does not wait for it."""
-
-    def __init__(self, totals: Tensor) -> None:
-        self._arrived: torch.cuda.Event | None = None
-        if totals.device.type == "cpu":
-            self._values = totals
-            return
-        self._values = torch.empty(totals.shape, dtype=totals.dtype, device="cpu", pin_memory=True)
-        self._values.copy_(totals, non_blocking=True)
-        self._arrived = torch.cuda.Event()
-        self._arrived.record(torch.cuda.current_stream(totals.device))
-
-    def read(self) -> list[list[int]]:
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        return self._values.tolist()
-
-
-def _blocks(rows: int, device: torch.device) -> Tensor:
-    return torch.empty(rows, _C.format.LANES, dtype=torch.int32, device=device)
+    likely = cache.tiles * steps.likely_rows_of_tile(cache.padded, cache.kept, cache.codec) if cache.kept else 0
+    return Unsized(name_of(cache), cache.x.shape, likely, read, partial(_storage, cache, parts), pack)
 
 
 def _storage(cache: Cache, parts: _Parts, blocks: Tensor, max_tile_rows: int, nnz: int) -> Storage:

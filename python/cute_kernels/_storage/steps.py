@@ -12,8 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_kernels._runtime.extension import _C, CODEC_CODES, DTYPE_CODES, SCALED_CODECS, TILE_FORMATS
+from cute_kernels._runtime.extension import (
+    _C,
+    CODEC_CODES,
+    DTYPE_CODES,
+    ROLE_CODES,
+    SCALED_CODECS,
+    TILE_FORMATS,
+)
 from cute_kernels._runtime.launching import Kernels, address
+from cute_kernels._storage.channel_order import counted_tokens, dealt_apart
 from cute_kernels._storage.storage import BITMAP
 from cute_kernels._storage.tile_reader import tiles_per_head
 from cute_kernels._storage.validation import MAX_ROWS, check_size
@@ -99,14 +107,45 @@ def _empty_scales(x: Tensor, *shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.bfloat16, device=x.device)
 
 
-def channel_scales(kernels: Kernels, x: Tensor, stream: int) -> Tensor:
-    """Those of `Scales.by_channel`."""
+def channel_scales(kernels: Kernels, x: Tensor, stream: int, refused: Tensor | None = None) -> Tensor:
+    """Those of `Scales.by_channel`. refused: of a GPU, is set to 0."""
     batch, kv_heads, _, head_dim = x.shape
     by_channel = _empty_scales(x, batch * kv_heads, _C.format.padded_head_dim(head_dim))
     operand = address(x), x.stride()[:3], *x.shape, DTYPE_CODES[x.dtype]
-    refused = (0,) if kernels.device.type == "cuda" else ()
-    kernels.module.channel_scales(*operand, address(by_channel), *refused, stream)
+    sets = (0 if refused is None else address(refused),) if kernels.device.type == "cuda" else ()
+    kernels.module.channel_scales(*operand, address(by_channel), *sets, stream)
     return by_channel
+
+
+def memory_order(x: Tensor) -> Tensor:
+    """Of the channels of a cache: (B, Hkv, Dp) uint8."""
+    batch, kv_heads, _, head_dim = x.shape
+    channels = torch.arange(_C.format.padded_head_dim(head_dim), dtype=torch.uint8, device=x.device)
+    return channels.expand(batch, kv_heads, -1).contiguous()
+
+
+def order_channels(
+    kernels: Kernels, x: Tensor, kept: int, grouped: bool, stream: int, by_channel: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """As `deal`, by how often each channel is among the `kept` largest of its token and not zero, in a part of the
+    tokens; kept 0: not zero. The order, (B, Hkv, Dp) uint8, and the scales `by_channel` in that order."""
+    batch, kv_heads, _, head_dim = x.shape
+    order = torch.empty(batch, kv_heads, _C.format.padded_head_dim(head_dim), dtype=torch.uint8, device=x.device)
+    scale = None if by_channel is None else torch.empty_like(order, dtype=torch.bfloat16)
+    counts = _count_kept(kernels, counted_tokens(x), kept, stream)
+    deal(kernels, counts, head_dim, order, stream, by_channel, scale, grouped)
+    return order, scale
+
+
+def _count_kept(kernels: Kernels, x: Tensor, kept: int, stream: int) -> Tensor:
+    """Those of `select`."""
+    if kernels.device.type == "cpu":
+        return select(kernels, x, kept, stream)[1]
+    batch, kv_heads, _, head_dim = x.shape
+    counts = torch.empty(batch * kv_heads, _C.format.padded_head_dim(head_dim), dtype=torch.int32, device=x.device)
+    operand = address(x), x.stride()[:3], *x.shape, DTYPE_CODES[x.dtype]
+    kernels.module.select(*operand, kept, 0, address(counts), 0, *_no_scales(kernels), stream)
+    return counts
 
 
 def select(
@@ -142,6 +181,32 @@ def select(
     return masks, counts, scales
 
 
+def select_two_of_four(
+    kernels: Kernels, x: Tensor, role: str, kept: int, stream: int, codec: str = "", totals: Tensor | None = None
+) -> tuple[Tensor, Tensor, Scales | None]:
+    """As `select`, on a GPU, by rule "magnitude-2of4", or, kept 0, by "2of4"."""
+    batch, kv_heads, tokens, head_dim = x.shape
+    padded = _C.format.padded_head_dim(head_dim)
+    heads, tiles = batch * kv_heads, batch * kv_heads * tiles_per_head(tokens)
+    scales, of_scales = None, _no_scales(kernels)
+    if totals is not None:
+        scales = Scales(
+            channel_scales(kernels, x, stream, totals[-1:]), _empty_scales(x, tiles * _C.format.TILE_TOKENS)
+        )
+        of_scales = CODEC_CODES[codec], address(scales.by_channel), address(scales.by_token), address(totals[-1:])
+    if role == "key":
+        order, _ = order_channels(kernels, x, min(kept or head_dim, head_dim // 2), True, stream)
+    else:
+        order = memory_order(x)
+    masks = torch.empty(tiles * _C.format.TILE_TOKENS * padded // 32, dtype=torch.int32, device=x.device)
+    counts = torch.empty(heads, padded, dtype=torch.int32, device=x.device)
+    operand = address(x), x.stride()[:3], *x.shape, DTYPE_CODES[x.dtype]
+    kernels.module.select_two_of_four(
+        *operand, ROLE_CODES[role], address(order), kept, address(masks), address(counts), *of_scales, stream
+    )
+    return masks, counts, scales
+
+
 def deal(
     kernels: Kernels,
     counts: Tensor,
@@ -150,23 +215,31 @@ def deal(
     stream: int,
     by_channel: Tensor | None = None,
     channel_scale: Tensor | None = None,
+    grouped: bool = False,
 ) -> None:
     """Channel order: channels, densest first, dealt to the classes (position mod 8), back and forth.
 
     A channel's class decides which value streams it adds to: dealing by density makes the streams about equally long.
+    grouped: they are dealt to groups of four neighbours instead, see `dealt_apart`.
     channel_scale: takes the scales `by_channel` in that order.
     """
     heads, channels = counts.shape
     if kernels.device.type == "cuda":
         from_scale = 0 if by_channel is None else address(by_channel)
         to_scale = 0 if channel_scale is None else address(channel_scale)
-        kernels.module.deal(address(counts), heads, head_dim, address(channel_order), from_scale, to_scale, stream)
+        scales = from_scale, to_scale
+        kernels.module.deal(address(counts), heads, head_dim, grouped, address(channel_order), *scales, stream)
         return
-    classes = _C.format.CLASSES
-    densest_first = counts.argsort(dim=1, descending=True, stable=True).to(torch.uint8)
-    rounds = densest_first.view(heads, channels // (2 * classes), 2, classes)
-    back_and_forth = torch.stack([rounds[:, :, 0], rounds[:, :, 1].flip(-1)], dim=2)
-    channel_order.copy_(back_and_forth.view(channel_order.shape))
+    if grouped:
+        by_position = torch.arange(channels, device=counts.device).repeat(heads, 1)
+        by_position[:, :head_dim] = dealt_apart(counts[:, :head_dim])
+        channel_order.copy_(by_position.view(channel_order.shape))
+    else:
+        classes = _C.format.CLASSES
+        densest_first = counts.argsort(dim=1, descending=True, stable=True).to(torch.uint8)
+        rounds = densest_first.view(heads, channels // (2 * classes), 2, classes)
+        back_and_forth = torch.stack([rounds[:, :, 0], rounds[:, :, 1].flip(-1)], dim=2)
+        channel_order.copy_(back_and_forth.view(channel_order.shape))
     if by_channel is not None and channel_scale is not None:
         torch.gather(by_channel.view(channel_order.shape), -1, channel_order.long(), out=channel_scale)
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from cute_kernels._runtime.extension import _C, CODEC_CODES, DTYPE_CODES, ROLE_CODES, SCALED_CODECS
 from cute_kernels._runtime.launching import Kernels, address, compression_kernels
@@ -15,29 +13,6 @@ from cute_kernels._storage import steps, tile_reader
 from cute_kernels._storage.compressor import Cache, check_refused, name_of
 from cute_kernels._storage.storage import TWO_OF_FOUR, TWO_OF_FOUR_BITMAP, Storage
 from cute_kernels._storage.validation import MAX_ROWS, check_size
-
-
-def dealt_apart(counts: Tensor) -> Tensor:
-    """Channels (..., D) by position, int64: densest first, ties to the lower channel, dealt to D / 4 groups back and
-    forth. counts: of every channel.
-
-    Within a group the densest has a place that rotates from group to group, so that every position modulo 8 has dense
-    and empty channels alike.
-    """
-    densest_first = counts.sort(dim=-1, descending=True, stable=True).indices
-    return densest_first[..., _rank_at(counts.shape[-1], counts.device)]
-
-
-@lru_cache(maxsize=64)
-@_disable_current_modes()  # a table that stays: it must not be a FakeTensorMode's
-def _rank_at(head_dim: int, device: torch.device) -> Tensor:
-    """Position -> rank of the channel that is dealt to it."""
-    rank = torch.arange(head_dim, device="cpu")
-    groups = head_dim // 4
-    turn, place = rank // groups, rank % groups
-    group = torch.where(turn % 2 == 0, place, groups - 1 - place)
-    position = 4 * group + (turn + group // 2) % 4
-    return torch.empty_like(position).scatter_(0, position, rank).to(device)
 
 
 @dataclass(frozen=True)
@@ -60,23 +35,19 @@ class Channels:
 def choose_channels(kernels: Kernels, cache: Cache, promised: bool, scale_tokens: int | None, stream: int) -> Channels:
     """The order of rule "2of4", or, of values and where x has the pattern already (promised), that of memory; scales by
     the first scale_tokens tokens of x, as many as usual if None."""
-    x, codec = cache.x, cache.codec
-    batch, kv_heads, _, head_dim = x.shape
-    order = torch.arange(cache.padded, dtype=torch.uint8, device=x.device).repeat(batch, kv_heads, 1)
+    x, head_dim, is_key = cache.x, cache.x.shape[3], cache.role == "key"
+    has_scales = cache.codec in SCALED_CODECS
     if not cache.tiles:
-        return Channels(order, torch.ones_like(order, dtype=torch.bfloat16) if codec in SCALED_CODECS else None)
+        order = steps.memory_order(x)
+        return Channels(order, torch.ones_like(order, dtype=torch.bfloat16) if has_scales else None)
+    by_channel = steps.channel_scales(kernels, x[:, :, :scale_tokens], stream) if has_scales else None
     has_bitmap = cache.tile_format == TWO_OF_FOUR_BITMAP
-    most = min(cache.kept, head_dim // 2) if has_bitmap else head_dim // 2
-    if cache.role == "key" and not promised:
-        _, counts, _ = steps.select(kernels, x, most, stream)
-        order[..., :head_dim] = dealt_apart(counts.view(order.shape)[..., :head_dim])
-    elif cache.role == "value" and has_bitmap:  # whose classes decide how long streams are
-        _, counts, _ = steps.select(kernels, x, most, stream)
-        steps.deal(kernels, counts, head_dim, order, stream)
-    if codec not in SCALED_CODECS:
-        return Channels(order, None)
-    by_channel = steps.channel_scales(kernels, x[:, :, :scale_tokens], stream)
-    return Channels(order, by_channel.view(order.shape).gather(-1, order.long()))
+    # Classes of values decide how long the streams under a bitmap are.
+    if has_bitmap if not is_key else not promised:
+        most = min(cache.kept, head_dim // 2) if has_bitmap else head_dim // 2
+        return Channels(*steps.order_channels(kernels, x, most, is_key, stream, by_channel))
+    order = steps.memory_order(x)
+    return Channels(order, None if by_channel is None else by_channel.view(order.shape))
 
 
 def write(
@@ -115,28 +86,30 @@ def write(
         max_tile_rows=rows if tiles else 0,
     )
     if tiles:
-        _pack(kernels, cache, storage, channels.scales(tiles), promised, totals, stream)
+        _pack(kernels, cache, storage, channels, promised, totals, stream)
     return storage
 
 
-def compress_cache(cache: Cache, promised: bool, token_order: Tensor | None = None) -> Storage:
-    """promised: x has two of four already, channels and tokens as they lie in memory. ValueError if it has not. Else
-    the two largest of every four are taken, channels of keys in the order of rule "2of4".
-
-    token_order: that of a cache alike, to be shared; it is that of memory.
-    """
-    check_size(cache.x.shape)
-    kernels = compression_kernels(cache.x.device)
+def compress_caches(caches: list[Cache]) -> list[Storage]:
+    """One cache, or a K/V pair that shares its token order, alike in shape, dtype and device: the two largest of every
+    four are taken, channels of keys in the order of rule "2of4". kept 0: x has the pattern already, channels and tokens
+    as they lie in memory. ValueError if it has not."""
+    x = caches[0].x
+    check_size(x.shape)
+    kernels = compression_kernels(x.device)
+    results: list[Storage] = []
     with kernels.launch() as stream:
-        totals = torch.zeros(2, dtype=torch.int64, device=cache.x.device)
-        channels = choose_channels(kernels, cache, promised, None, stream)
-        storage = write(kernels, cache, channels, promised, totals, stream, token_order)
-    if promised or cache.codec in SCALED_CODECS:  # waits for the device
-        refused, lost = totals.tolist()
-        check_refused(cache, refused)
-        if promised:
-            check_pattern(cache, lost)
-    return storage
+        totals = torch.zeros(len(caches), 2, dtype=torch.int64, device=x.device)
+        for cache, of_cache in zip(caches, totals):
+            channels = choose_channels(kernels, cache, cache.kept == 0, None, stream)
+            token_order = results[0].token_order if results else None  # that of memory
+            results.append(write(kernels, cache, channels, cache.kept == 0, of_cache, stream, token_order))
+    if any(cache.kept == 0 or cache.codec in SCALED_CODECS for cache in caches):
+        for cache, (refused, lost) in zip(caches, totals.tolist()):  # waits for the device
+            check_refused(cache, refused)
+            if cache.kept == 0:
+                check_pattern(cache, lost)
+    return results
 
 
 def check_pattern(cache: Cache, beyond: int) -> None:
@@ -153,7 +126,7 @@ def _pack(
     kernels: Kernels,
     cache: Cache,
     storage: Storage,
-    scales: steps.Scales | None,
+    channels: Channels,
     promised: bool,
     totals: Tensor,
     stream: int,
@@ -167,7 +140,7 @@ def _pack(
     totals[1] = kernels.module.select_two_of_four(
         *operand, ROLE_CODES[cache.role], address(order), 0, address(masks), stream
     )
-    by_token = 0
+    by_token, scales = 0, channels.scales(cache.tiles)
     if scales is not None:
         by_token = address(scales.by_token)
         totals[0] = kernels.module.token_scales(

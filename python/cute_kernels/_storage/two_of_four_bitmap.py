@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from cute_kernels._runtime.extension import _C, CODEC_CODES, DTYPE_CODES, ROLE_CODES
+from cute_kernels._runtime.extension import _C, CODEC_CODES, DTYPE_CODES, ROLE_CODES, TILE_FORMATS
 from cute_kernels._runtime.launching import Kernels, address, compression_kernels
 from cute_kernels._storage import steps, tile_reader
+from cute_kernels._storage.allocation import Unsized, allocate
 from cute_kernels._storage.compressor import Cache, check_refused, name_of
 from cute_kernels._storage.storage import TWO_OF_FOUR_BITMAP, Storage
 from cute_kernels._storage.two_of_four import Channels, check_pattern, choose_channels
-from cute_kernels._storage.validation import MAX_ROWS, check_size
+from cute_kernels._storage.validation import check_size
 
 # Of a cache: those of `steps.offsets`, then values stored, values refused, nonzeros beyond two of four.
 TOTALS = steps.TOTALS + 3
@@ -25,7 +28,7 @@ class Selection:
 
     channels: Channels
     masks: Tensor
-    scales: steps.Scales | None
+    scales: steps.Scales | None  # on a CPU
     counts: Tensor | None  # of what is kept, on a GPU
     longest: Tensor  # stream of each tile
 
@@ -42,7 +45,7 @@ def compress_caches(caches: list[Cache]) -> list[Storage]:
     with kernels.launch() as stream:
         if not caches[0].tiles:
             return [
-                _storage(cache, choose_channels(kernels, cache, True, None, stream), token_order, None)
+                _without_tiles(cache, choose_channels(kernels, cache, True, None, stream), token_order)
                 for cache in caches
             ]
         totals = torch.zeros(len(caches), TOTALS, dtype=torch.int64, device=x.device)
@@ -66,16 +69,13 @@ def compress_caches(caches: list[Cache]) -> list[Storage]:
                 stream,
                 TWO_OF_FOUR_BITMAP,
             )
-        results: list[Storage] = []
-        for cache, part, offsets, of_cache in zip(caches, parts, row_offsets, totals):
-            rows, longest, _, _, nnz, refused, beyond = of_cache.tolist()  # waits for the device
-            check_refused(cache, refused)
-            if cache.kept == 0:
-                check_pattern(cache, beyond)
-            storage = _storage(cache, part.channels, token_order, offsets, rows, longest, nnz)
-            _pack(kernels, cache, part, of_cache, storage, stream)
-            results.append(storage)
-    return results
+        unsized = [
+            _unsized(
+                kernels, cache, part, partial(_storage, cache, part.channels, token_order, offsets), of_cache, stream
+            )
+            for cache, part, offsets, of_cache in zip(caches, parts, row_offsets, totals)
+        ]
+        return allocate(unsized, totals)
 
 
 def select(
@@ -91,11 +91,9 @@ def select(
     x, kept = cache.x, cache.kept
     batch, kv_heads, tokens, head_dim = x.shape
     totals = totals[-3:]
-    scales = channels.scales(cache.tiles)
     longest = torch.empty(cache.tiles, dtype=torch.int32, device=x.device)
     operand = address(x), x.stride()[:3], *x.shape, DTYPE_CODES[x.dtype]
     role, codec, keep = ROLE_CODES[cache.role], CODEC_CODES[cache.codec], kept if kept < head_dim else 0
-    by_channel, by_token = (0, 0) if scales is None else (address(scales.by_channel), address(scales.by_token))
     if kernels.device.type == "cuda":
         words, count_bytes = kernels.module.slot_scratch(role, head_dim)
         masks = torch.empty(cache.tiles * words, dtype=torch.int32, device=x.device)
@@ -106,19 +104,19 @@ def select(
             codec,
             keep,
             address(channels.order),
-            by_channel,
             address(masks),
             address(counts),
-            by_token,
             address(totals),
             0 if constrained is None else address(constrained),
             stream,
         )
-        return Selection(channels, masks, scales, counts, longest)
+        return Selection(channels, masks, None, counts, longest)
+    scales = channels.scales(cache.tiles)
     masks = torch.empty(batch * kv_heads * tokens * cache.padded // 32, dtype=torch.int32, device=x.device)
     totals[2] = kernels.module.select_two_of_four(*operand, role, address(channels.order), keep, address(masks), stream)
     if scales is not None:
-        totals[1] = kernels.module.token_scales(*operand, address(masks), codec, by_channel, by_token, stream)
+        of_scales = address(scales.by_channel), address(scales.by_token)
+        totals[1] = kernels.module.token_scales(*operand, address(masks), codec, *of_scales, stream)
     return Selection(channels, masks, scales, None, longest)
 
 
@@ -153,14 +151,39 @@ def choose_orders(
         of_cache[-3] = stored[ROLE_CODES[cache.role]]
 
 
-def _pack(kernels: Kernels, cache: Cache, part: Selection, totals: Tensor, storage: Storage, stream: int) -> None:
-    rows = storage.blocks.shape[0]
-    if part.counts is None:
-        steps.pack(kernels, cache.x, part.masks, part.scales, 0, totals, rows, storage.view(), stream)
-    else:
-        by_token = 0 if part.scales is None else address(part.scales.by_token)
-        operand = address(cache.x), cache.x.stride()[:3], address(part.masks), by_token
-        kernels.module.pack_slots(*operand, address(totals), rows, storage.view(), 0, 0, stream)
+def _unsized(
+    kernels: Kernels,
+    cache: Cache,
+    part: Selection,
+    storage_of: Callable[[Tensor, int, int], Storage],
+    totals: Tensor,
+    stream: int,
+) -> Unsized:
+    def read(totals: list[int]) -> tuple[int, int, int]:
+        rows, max_tile_rows, _, _, nnz, refused, beyond = totals
+        check_refused(cache, refused)
+        if cache.kept == 0:
+            check_pattern(cache, beyond)
+        return rows, max_tile_rows, nnz
+
+    def pack(storage: Storage) -> None:
+        rows, view = storage.blocks.shape[0], storage.view()
+        if part.counts is None:
+            steps.pack(kernels, cache.x, part.masks, part.scales, 0, totals, rows, view, stream)
+        else:
+            operand = address(cache.x), cache.x.stride()[:3], address(part.masks)
+            kernels.module.pack_slots(*operand, address(totals), rows, view, 0, 0, stream)
+
+    likely = cache.tiles * _likely_rows_of_tile(cache) if cache.kept else 0
+    return Unsized(name_of(cache), cache.x.shape, likely, read, storage_of, pack)
+
+
+def _likely_rows_of_tile(cache: Cache) -> int:
+    """What tiles need on average, or some per cent more, if lanes have about as many values."""
+    mean = min(cache.kept, cache.padded // 2) * _C.format.TILE_TOKENS // _C.format.LANES
+    longest = min(mean + 10, cache.padded)
+    before = steps.rows_before_values(cache.padded, cache.codec, TWO_OF_FOUR_BITMAP)
+    return before + _C.format.value_rows(longest, CODEC_CODES[cache.codec], TILE_FORMATS[TWO_OF_FOUR_BITMAP])
 
 
 def pack_anywhere(
@@ -168,11 +191,10 @@ def pack_anywhere(
 ) -> None:
     """Writes tiles to blocks that lie anywhere: `row_offsets` of the storage has their first rows. They are trimmed to
     `rows`, int32 (tiles,). dropped: int64 (2,), tiles that lost values, and those values, are added."""
-    by_token = 0 if part.scales is None else address(part.scales.by_token)
-    operand = address(cache.x), cache.x.stride()[:3], address(part.masks), by_token
+    operand = address(cache.x), cache.x.stride()[:3], address(part.masks)
     of_tiles = storage.view(), address(rows), address(dropped), stream
     if part.counts is None:
-        kernels.module.pack_slots(*operand, *of_tiles)
+        kernels.module.pack_slots(*operand, 0 if part.scales is None else address(part.scales.by_token), *of_tiles)
     else:
         kernels.module.pack_slots(*operand, 0, 0, *of_tiles)
 
@@ -181,20 +203,14 @@ def _storage(
     cache: Cache,
     channels: Channels,
     token_order: Tensor,
-    row_offsets: Tensor | None,
-    rows: int = 0,
-    max_tile_rows: int = 0,
-    nnz: int = 0,
+    row_offsets: Tensor,
+    blocks: Tensor,
+    max_tile_rows: int,
+    nnz: int,
 ) -> Storage:
-    if rows > MAX_ROWS:
-        raise ValueError(
-            f"{name_of(cache)} of shape {tuple(cache.x.shape)} would take {rows} rows of 128 bytes, at most {MAX_ROWS} "
-            f"can be addressed: compress it in parts"
-        )
-    device = cache.x.device
     return Storage(
-        blocks=torch.empty(rows, _C.format.LANES, dtype=torch.int32, device=device),
-        row_offsets=torch.zeros(1, dtype=torch.int32, device=device) if row_offsets is None else row_offsets,
+        blocks=blocks,
+        row_offsets=row_offsets,
         token_order=token_order,
         channel_order=channels.order,
         channel_scale=channels.scale,
@@ -206,3 +222,10 @@ def _storage(
         max_tile_rows=max_tile_rows,
         nnz=nnz,
     )
+
+
+def _without_tiles(cache: Cache, channels: Channels, token_order: Tensor) -> Storage:
+    device = cache.x.device
+    blocks = torch.empty(0, _C.format.LANES, dtype=torch.int32, device=device)
+    row_offsets = torch.zeros(1, dtype=torch.int32, device=device)
+    return _storage(cache, channels, token_order, row_offsets, blocks, 0, 0)

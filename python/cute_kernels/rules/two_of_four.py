@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels._runtime.extension import SCALED_CODECS
-from cute_kernels._storage.two_of_four import dealt_apart
+from cute_kernels._storage.channel_order import counted_tokens, dealt_apart
 from cute_kernels.rules.base import Rule, largest
 
 _MOST_OF_SLOTS = 0.35  # of a token, see `is_stored_as_slots`
@@ -23,7 +23,8 @@ class TwoOfFour(Rule):
 
     Neighbours are those along the product's inner dimension. Of values: four consecutive tokens, counted from the
     first. Of keys: four channels in the order that `channel_order` chooses such that channels with many large elements
-    do not meet: from the whole cache or, in a cache that grows, from the first tokens of a sequence that it stores.
+    do not meet: from 2048 tokens of the cache at most or, in a cache that grows, from the first tokens of a sequence
+    that it stores.
     """
 
     name = "2of4"
@@ -92,7 +93,9 @@ def channel_order(x: Tensor, kept: int) -> Tensor:
     """The order of channels, (B, Hkv, D) int64, whose fours are neighbours for `TwoOfFour`: position -> channel.
 
     Channels that are often among the `kept` largest of their token, and not zero, are kept apart: see `dealt_apart`.
+    2048 tokens of a head at most are looked at.
     """
+    x = counted_tokens(x)
     return dealt_apart((largest(x.abs(), kept, 3) & (x != 0)).sum(2))
 
 
