@@ -143,6 +143,8 @@ def _two_of_four(device: str) -> list[Block]:
     exact = [Load(headline, half, codec=codec, method="2of4") for codec in ("", *CODECS)]
     loads = exact + [Load(headline, keep, codec=c, method="magnitude-2of4") for keep in keeps for c in ("fp8", "int4")]
     blocks = [Block(("sparse_attention", "attend", "compress"), tuple(loads), best_backend=True)]
+    free = tuple(replace(load, method="") for load in loads)  # as many kept without the constraint
+    blocks.append(Block(("compress",), free, best_backend=True))
     if device == "cuda":
         shapes = [Shape(8, 32, 8, 1, 4096, 128), *(Shape(1, 32, 8, 1, tokens, 128) for tokens in (32768, 1 << 20))]
         queries = [Shape(8, 32, 8, count, 8192, 128) for count in (512, 2048)]
