@@ -70,8 +70,14 @@ __device__ void trim(SlotPackStorage<HeadDim>& s, int most, int64_t* dropped) {
   __syncthreads();
 }
 
+// CTAs of an SM, which bounds their registers.
+template <Role kRole, int HeadDim>
+constexpr int kResident = HeadDim == kMaxHeadDim ? 2
+                          : kRole == Role::kKey  ? 5
+                                                 : 4;
+
 template <Role kRole, int HeadDim, class Codec>
-__global__ void __launch_bounds__(kGroupThreads, HeadDim == kMaxHeadDim ? 2 : 5)
+__global__ void __launch_bounds__(kGroupThreads, kResident<kRole, HeadDim>)
     pack_slots_kernel(DenseView x, bool vectors, uint32_t const* masks, int64_t const* totals, int64_t capacity,
                       SparseView view, int32_t const* tile_rows, int64_t* dropped) {
   using Packed = SlotTile::Packed<Codec>;
