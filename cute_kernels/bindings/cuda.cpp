@@ -253,7 +253,7 @@ void bind_cuda(py::module_& m) {
   cuda.def("select_slots", &select_slots, "x"_a, "strides"_a, "batch"_a, "kv_heads"_a, "tokens"_a, "head_dim"_a,
            "dtype"_a, "role"_a, "codec"_a, "keep"_a, "channel_order"_a, "masks"_a, "counts"_a, "totals"_a,
            "constrained"_a, "stream"_a,
-           "adds to totals: values stored, those that the codec cannot store, nonzeros beyond two of four");
+           "adds to totals: values stored, those that the codec cannot store, with keep 0 nonzeros beyond two of four");
   cuda.def("select_two_of_four", &select_two_of_four, "x"_a, "strides"_a, "batch"_a, "kv_heads"_a, "tokens"_a,
            "head_dim"_a, "dtype"_a, "role"_a, "channel_order"_a, "keep"_a, "masks"_a, "counts"_a, "codec"_a,
            "channel_scales"_a, "token_scales"_a, "refused"_a, "stream"_a,

@@ -112,13 +112,12 @@ struct SlotSelection {
   int keep;                      // of a token's candidates; 0: all
   uint32_t* masks;               // (heads * tiles, mask_words)
   uint8_t* counts;               // (heads * tiles, count_bytes), as in format::SlotCounts
-  // Are added to: values stored, those that the codec cannot store, nonzeros beyond two of four; and, unless null, what
-  // magnitude alone would keep and is not kept.
+  // Are added to: values stored, those that the codec cannot store, with keep 0 nonzeros beyond two of four; and, unless
+  // null, what magnitude alone would keep and is not kept.
   int64_t* totals;
   int64_t* constrained;
-  int streams = 0;  // is filled in
 };
-void select_slots(DenseView const& x, format::Role role, format::CodecId codec, SlotSelection selection,
+void select_slots(DenseView const& x, format::Role role, format::CodecId codec, SlotSelection const& selection,
                   cudaStream_t stream);
 
 // As `select`, by rule "2of4" (keep 0) or "magnitude-2of4": what the bitmap format is to store.

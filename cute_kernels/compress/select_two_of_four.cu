@@ -19,7 +19,7 @@ template <Role kRole, int HeadDim, Masks kMasks>
 struct SlotSelectStorage {
   SelectStorage<HeadDim / 32> rows[kHalves];
   alignas(16) uint8_t channel[kMaskWords<HeadDim> * 32];  // by bit of a mask: 32 w + l
-  uint32_t of_class[kClasses][kMaskWords<HeadDim>];       // bits of a mask
+  uint32_t of_class[kClasses][kMaskWords<HeadDim>];       // bits of a mask of values
 };
 template <Role kRole, int HeadDim>
 struct SlotSelectStorage<kRole, HeadDim, Masks::kBitmap> {
@@ -148,10 +148,11 @@ struct Kept {
   int lost = 0;    // what magnitude alone would keep and is not kept, if asked for
 };
 
-// counts_lost: `lost` is asked for.
+// counts_lost: `lost` is asked for; counts_beyond: `beyond`.
 template <Role kRole, int Words>
 __device__ Kept<Words> keep_of_token(uint32_t (&planes)[Words][kMagnitudeBits], DType dtype, int keep, bool counts_lost,
-                                     LaneScaling const& scaling, uint8_t const* channel_of_bit, int lane) {
+                                     bool counts_beyond, LaneScaling const& scaling, uint8_t const* channel_of_bit,
+                                     int lane) {
   if (dtype == DType::kBFloat16)
     unify_nans<true>(planes);
   else
@@ -166,9 +167,9 @@ __device__ Kept<Words> keep_of_token(uint32_t (&planes)[Words][kMagnitudeBits], 
     if (is_last) {
 #pragma unroll
       for (int w = 0; w < Words; ++w) largest[w] = result.bits[w];
-      result.beyond = count_nonzeros(planes);
+      if (counts_beyond) result.beyond = count_nonzeros(planes);
       keep_candidates<kRole>(planes, lane);
-      result.beyond -= count_nonzeros(planes);
+      if (counts_beyond) result.beyond -= count_nonzeros(planes);
     }
     if constexpr (kRole == Role::kKey)
       keep_largest(planes, most_kept(keep), result.bits, take_ties);
@@ -226,19 +227,20 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ SlotSelectStorage<kRole, HeadDim, Masks::kSlots> s;
   HalfTile<HeadDim> tile(s, x, vectors, tiles_per_head);
   int half = tile.half, lane = tile.lane;
-  for (int i = threadIdx.x; i < kClasses * kAllWords; i += kThreads) s.of_class[i / kAllWords][i % kAllWords] = 0;
-  __syncthreads();
+  if constexpr (kRole == Role::kValue) {
+    for (int i = threadIdx.x; i < kClasses * kAllWords; i += kThreads) s.of_class[i / kAllWords][i % kAllWords] = 0;
+    __syncthreads();
+  }
   for_each_position<kRole, HeadDim>(p.channel_order, tile.head, [&](int position, int channel, int bit) {
-    int of_class = kRole == Role::kKey ? position / kGroup % (kGroup * p.streams) : position % kClasses;
     s.channel[bit] = static_cast<uint8_t>(channel);
-    atomicOr(&s.of_class[of_class][bit / 32], 1u << bit % 32);
+    if constexpr (kRole == Role::kValue) atomicOr(&s.of_class[position % kClasses][bit / 32], 1u << bit % 32);
   });
   cute::cp_async_wait<0>();
   __syncthreads();
 
   uint32_t planes[kWords][kMagnitudeBits];
   read_mask_planes(s, half, lane, planes);
-  auto kept = keep_of_token<kRole>(planes, x.dtype, p.keep, p.constrained, scaling, s.channel, lane);
+  auto kept = keep_of_token<kRole>(planes, x.dtype, p.keep, p.constrained, p.keep == 0, scaling, s.channel, lane);
   int stored = 0;
 #pragma unroll
   for (int w = 0; w < kAllWords; ++w) {
@@ -246,12 +248,21 @@ __global__ void __launch_bounds__(kThreads)
     if (w < kWords) stored += __popc(kept.bits[w]);
   }
   uint32_t counts[2] = {};  // a byte a class
-#pragma unroll
-  for (int c = 0; c < kClasses; ++c) {
+  auto count_class = [&](int c, auto&& bits_of) {
     uint32_t n = 0;
 #pragma unroll
-    for (int w = 0; w < kWords; ++w) n += __popc(kept.bits[w] & s.of_class[c][w]);
+    for (int w = 0; w < kWords; ++w) n += __popc(kept.bits[w] & bits_of(w));
     counts[c / 4] |= n << 8 * (c % 4);
+  };
+  // A group of keys has the class of its number, and a bit of that number in each of four words.
+  constexpr int kKeyClasses = slot_classes(SlotTile::Packed<Fp8Codec>::kStreams);
+  constexpr uint32_t kOfFirstClass = ~0u / ((1u << kKeyClasses) - 1);
+#pragma unroll
+  for (int c = 0; c < (kRole == Role::kKey ? kKeyClasses : kClasses); ++c) {
+    if constexpr (kRole == Role::kKey)
+      count_class(c, [&](int) { return kOfFirstClass << c; });
+    else
+      count_class(c, [&](int w) { return s.of_class[c][w]; });
   }
   if constexpr (kRole == Role::kValue) {  // of four tokens
 #pragma unroll
@@ -289,7 +300,7 @@ __global__ void __launch_bounds__(kThreads)
 
   uint32_t planes[kWords][kMagnitudeBits];
   read_mask_planes(s, half, lane, planes);
-  auto kept = keep_of_token<kRole>(planes, x.dtype, keep, false, scaling, s.channel, lane);
+  auto kept = keep_of_token<kRole>(planes, x.dtype, keep, false, false, scaling, s.channel, lane);
   // The lanes' bits by channel, in the words of `select`.
   auto by_channel = [&](uint32_t const(&bits)[kWords], uint32_t (&words)[kChannelWords]) {
     if constexpr (kRole == Role::kValue) {
@@ -340,8 +351,8 @@ SlotScratch slot_scratch(Role role, int padded_head_dim) {
   return scratch;
 }
 
-void select_slots(DenseView const& x, Role role, CodecId codec, SlotSelection selection, cudaStream_t stream) {
-  visit_narrow_codec(codec, [&](auto of) { selection.streams = SlotTile::Packed<decltype(of)>::kStreams; });
+void select_slots(DenseView const& x, Role role, CodecId codec, SlotSelection const& selection, cudaStream_t stream) {
+  visit_narrow_codec(codec, [](auto of) { static_assert(SlotTile::Packed<decltype(of)>::kStreams == 1); });
   LaneScaling scaling(codec, selection.totals + 1);
   visit_head_dim(padded_head_dim(x.head_dim), [&](auto head_dim) {
     auto* kernel = role == Role::kKey ? select_slots_kernel<Role::kKey, head_dim()>

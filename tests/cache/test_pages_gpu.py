@@ -14,6 +14,15 @@ from tests.support.page_pools import TILE, History, check_tiles, index, make_poo
 from tests.support.synchronisation import no_synchronisation
 
 
+def portions(rng) -> list[int]:
+    """Tokens of eight appends, enough that every sequence stores a tile beside 32 recent tokens: a GPU orders channels
+    when their first tile is complete, a CPU when it is stored."""
+    while True:
+        tokens = [rng.randrange(1, 65) for _ in range(8)]
+        if sum(tokens) >= 32 + TILE:
+            return tokens
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", oracle.DTYPES, ids=str)
 @pytest.mark.parametrize("head_dim, keep", [(64, 5), (64, 40), (96, 38), (128, 38), (128, 0), (256, 30), (256, 200)])
@@ -58,8 +67,8 @@ def test_gpu_writes_the_bits_of_the_cpu(head_dim, keep, dtype, rng):
             )
         history.lengths[:2] = index(3 * TILE, 4 * TILE).to(device)
     assert int(histories[1].pool.error) == 1
-    for _ in range(8):
-        new = oracle.gaussian(2, 5, 2, rng.randrange(1, 65), head_dim, dtype=dtype)
+    for tokens in portions(rng):
+        new = oracle.gaussian(2, 5, 2, tokens, head_dim, dtype=dtype)
         for history in histories:
             history.append(new, None)
     first, second = (state(history.pool, history.windows) for history in histories)
@@ -108,8 +117,8 @@ def test_narrow_codecs_have_the_bits_of_the_cpu(head_dim, keep, codecs, dtype, r
             places = index(1, -1, 0, 3, device=device), index(0, 0, 1, 7, device=device)
             page_pool.store(pool, x[0].to(device), x[1].to(device), *places, new_order)
         history.lengths[:2] = index(3 * TILE, 4 * TILE).to(device)
-    for _ in range(8):
-        new = oracle.gaussian(2, 5, 2, rng.randrange(1, 65), head_dim, dtype=dtype)
+    for tokens in portions(rng):
+        new = oracle.gaussian(2, 5, 2, tokens, head_dim, dtype=dtype)
         for history in histories:
             history.append(new, None)
     same_state(*(state(history.pool, history.windows) for history in histories))
