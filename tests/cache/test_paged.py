@@ -171,6 +171,7 @@ def test_graph(rng):
     q, k, v = (oracle.gaussian(3, heads, 1, 64, device="cuda") for heads in (4, 2, 2))
     sequences, graph, side = engine.index([0, 1, 2]), torch.cuda.CUDAGraph(), torch.cuda.Stream()
     saved = [x.clone() for x in (engine.windows.lengths, engine.lengths)]
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         step(engine.pool, engine.windows, engine.lengths, q, k, v, sequences)
     torch.cuda.synchronize()
