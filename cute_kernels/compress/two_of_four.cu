@@ -48,9 +48,10 @@ __global__ void __launch_bounds__(kThreads, 2)
   cute::cp_async_wait<0>();
   __syncthreads();
 
-  uint32_t pairs[kAtoms][Tile::kAtomGroups],
-      kept[kAtoms] = {};                                   // of 16 bits; metadata of an atom's groups, 4 bits each
-  float products[kAtoms][Tile::kAtomGroups][Tile::kKept];  // of values and the reciprocals of their channels' scales
+  uint32_t pairs[kAtoms][Tile::kAtomGroups];  // of 16 bits
+  uint32_t kept[kAtoms] = {};                 // metadata of an atom's groups, 4 bits each
+  // Of values and the reciprocals of their channels' scales.
+  float products[kAtoms][Tile::kAtomGroups][Tile::kKept];
   uint32_t nan = nan_key(view.dtype), infinity = nan - 1;
   int out_of_range = 0, left_out = 0;
   float most[2] = {};  // of the lane's rows of keys, which an atom's groups have in turn: largest product
@@ -67,10 +68,10 @@ __global__ void __launch_bounds__(kThreads, 2)
         bits[i] = s.element[place.token_of(i)][kIsKey ? byte_of(channels, i) : s.channel[place.channel]];
         keys[i] = magnitude_key(static_cast<uint16_t>(bits[i]), nan);
       }
-      TwoLargest largest(keys);
-      uint32_t pair = pick_pair(bits[0] | bits[1] << 16, bits[2] | bits[3] << 16, largest.two);
-      kept[a] |= largest.two << (Tile::kMetadataBits * r);
-      metadata[r / 2] |= largest.two << (4 * (lane % 4) + 16 * (r % 2));
+      TwoLargest found(keys);
+      uint32_t pair = pick_pair(bits[0] | bits[1] << 16, bits[2] | bits[3] << 16, found.two);
+      kept[a] |= found.two << (Tile::kMetadataBits * r);
+      metadata[r / 2] |= found.two << (4 * (lane % 4) + 16 * (r % 2));
       if (lost) {
         int nonzero = 0;
 #pragma unroll
@@ -80,10 +81,10 @@ __global__ void __launch_bounds__(kThreads, 2)
       if constexpr (!Codec::kHasScales) {
         pairs[a][r] = pair;
       } else {
-        bool all_finite = largest.largest < infinity;
+        bool all_finite = found.largest < infinity;
 #pragma unroll
         for (int i = 0; i < Tile::kKept; ++i) {
-          int element = largest.two >> (2 * i) & 3;
+          int element = found.two >> (2 * i) & 3;
           float value = to_float(static_cast<uint16_t>(pair >> (16 * i)), view.dtype);
           float product = value * s.per_channel[place.channel_of(element)], magnitude = fabsf(product);
           if (!all_finite) {

@@ -42,8 +42,8 @@ def choose_channels(kernels: Kernels, cache: Cache, promised: bool, scale_tokens
         return Channels(order, torch.ones_like(order, dtype=torch.bfloat16) if has_scales else None)
     by_channel = steps.channel_scales(kernels, x[:, :, :scale_tokens], stream) if has_scales else None
     has_bitmap = cache.tile_format == TWO_OF_FOUR_BITMAP
-    # Classes of values decide how long the streams under a bitmap are.
-    if has_bitmap if not is_key else not promised:
+    counted = not promised if is_key else has_bitmap  # classes of values decide how long streams under a bitmap are
+    if counted:
         most = min(cache.kept, head_dim // 2) if has_bitmap else head_dim // 2
         return Channels(*steps.order_channels(kernels, x, most, is_key, stream, by_channel))
     order = steps.memory_order(x)
