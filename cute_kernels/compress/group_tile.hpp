@@ -43,10 +43,6 @@ __device__ inline float to_float(uint16_t bits, DType dtype) {
   return bits_float(ptx::blend(float_bits(float(half_t::bitcast(bits))), uint32_t{bits} << 16, ~mask));
 }
 
-__device__ inline uint32_t byte_of(uint32_t word, uint32_t index) {
-  return ptx::permute_bytes(word, 0, 0x4440 | index);
-}
-
 // The two largest of four keys, which are below 2^30, ties to the first.
 struct TwoLargest {
   uint32_t two;      // their indices in order, as metadata has them
@@ -68,6 +64,20 @@ __device__ inline void add_to(int64_t* total, int count) {
   count = __reduce_add_sync(~0u, count);
   if (count && threadIdx.x % 32 == 0)
     atomicAdd(reinterpret_cast<unsigned long long*>(total), static_cast<unsigned long long>(count));
+}
+
+// Of keys: raises the `largest` of tokens, by position, to the most that lanes found in the two rows of a warp's atoms.
+template <int HeadDim>
+__device__ void raise_largest(uint32_t* largest, int first_atom, int lane, float (&most)[2]) {
+  static_assert(TwoOfFourGroups::atoms_along_k(Role::kKey, HeadDim) % kWarpAtoms<HeadDim> == 0,
+                "they have the same rows");
+#pragma unroll
+  for (int row = 0; row < 2; ++row) {
+    most[row] = fmaxf(most[row], __shfl_xor_sync(~0u, most[row], 1));
+    most[row] = fmaxf(most[row], __shfl_xor_sync(~0u, most[row], 2));
+    GroupPlace<Role::kKey, HeadDim> place(lane, TwoOfFourGroups::kAtomGroups * first_atom + row);
+    if (lane % 4 == 0) atomicMax(&largest[place.token], __float_as_uint(most[row]));
+  }
 }
 
 // Starts to copy the rows of the tile's tokens to shared memory, with zeros for tokens and channels that are not there.

@@ -83,7 +83,6 @@ __global__ void __launch_bounds__(kGroupThreads, kResident<kRole, HeadDim>)
   using Packed = SlotTile::Packed<Codec>;
   constexpr int kAtoms = kWarpAtoms<HeadDim>, kWords = kMaskWords<HeadDim>;
   constexpr bool kIsKey = kRole == Role::kKey;
-  constexpr int kAlongK = SlotTile::atoms_along_k(kRole, HeadDim);
   extern __shared__ __align__(16) uint8_t shared[];
   auto& s = *reinterpret_cast<SlotPackStorage<HeadDim>*>(shared);
   TileLocation tile(view);
@@ -124,7 +123,6 @@ __global__ void __launch_bounds__(kGroupThreads, kResident<kRole, HeadDim>)
 
   uint32_t kept_of_row[2];  // of keys: 4 bits a group, of the lane's two rows in this warp's atoms
   if constexpr (kIsKey) {
-    static_assert(kAlongK % kAtoms == 0, "a warp's atoms have the same rows");
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
       GroupPlace<kRole, HeadDim> place(lane, SlotTile::kAtomGroups * first_atom + row);
@@ -177,15 +175,7 @@ __global__ void __launch_bounds__(kGroupThreads, kResident<kRole, HeadDim>)
     }
     if (lane % 4 / 2 == atom % 2) tile.block[atom / 2 * kLanes + lane] = lane % 2 ? metadata[1] : metadata[0];
   }
-  if constexpr (kIsKey) {
-#pragma unroll
-    for (int row = 0; row < 2; ++row) {
-      most[row] = fmaxf(most[row], __shfl_xor_sync(~0u, most[row], 1));
-      most[row] = fmaxf(most[row], __shfl_xor_sync(~0u, most[row], 2));
-      GroupPlace<kRole, HeadDim> place(lane, SlotTile::kAtomGroups * first_atom + row);
-      if (lane % 4 == 0) atomicMax(&s.largest[place.token], __float_as_uint(most[row]));
-    }
-  }
+  if constexpr (kIsKey) raise_largest<HeadDim>(s.largest, first_atom, lane, most);
   __syncthreads();
   if (int p = threadIdx.x; p < kTileTokens) {
     uint16_t scale = token_scale(__uint_as_float(s.largest[p]), Codec::kLargest);

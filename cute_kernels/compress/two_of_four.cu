@@ -18,6 +18,8 @@ struct PackStorage : Dense<HeadDim> {
   uint32_t largest[kHasScales ? kTileTokens : 1];  // of tokens: bits of floats that are not negative
 };
 
+__device__ uint32_t byte_of(uint32_t word, uint32_t index) { return ptx::permute_bytes(word, 0, 0x4440 | index); }
+
 // Elements of four, which are two in a word, in one word: those that metadata names. -0 counts as zero.
 __device__ uint32_t pick_pair(uint32_t first, uint32_t second, uint32_t two) {
   uint32_t bytes = 0x1010 + (two & 3) * 0x0022 + (two >> 2) * 0x2200;
@@ -111,16 +113,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
   if (lost) add_to(lost, left_out);
   if constexpr (Codec::kHasScales) {
-    if constexpr (kIsKey) {
-      static_assert(kAlongK % kAtoms == 0, "a warp's atoms have the same rows");
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        most[r] = fmaxf(most[r], __shfl_xor_sync(~0u, most[r], 1));
-        most[r] = fmaxf(most[r], __shfl_xor_sync(~0u, most[r], 2));
-        GroupPlace<kRole, HeadDim> place(lane, Tile::kAtomGroups * first_atom + r);
-        if (lane % 4 == 0) atomicMax(&s.largest[place.token], __float_as_uint(most[r]));
-      }
-    }
+    if constexpr (kIsKey) raise_largest<HeadDim>(s.largest, first_atom, lane, most);
     add_to(refused, out_of_range);
     __syncthreads();
     if (threadIdx.x < kTileTokens) {

@@ -43,7 +43,7 @@ from torch import Tensor
 from cute_kernels._attention import packed as packed_queries
 from cute_kernels._cache import checks as cache_checks
 from cute_kernels._cache import extend as _extend
-from cute_kernels._cache import page_pool, paged_ops
+from cute_kernels._cache import page_checks, page_pool, paged_ops
 from cute_kernels._cache.checks import at_least
 from cute_kernels._cache.exclusive import not_recorded
 from cute_kernels._cache.extend import Run, Tiles
@@ -145,14 +145,14 @@ def make_pool(config: PageConfig, tensors: Mapping[str, Tensor]) -> Pool:
 
     Raises TypeError for a wrong class or dtype, ValueError for a missing tensor, a wrong shape, device or alignment.
     """
-    _named(tensors, config.pool_tensors(0, 0, 0), "tensors")
+    page_checks.names(tensors, config.pool_tensors(0, 0, 0), "tensors")
     slots, table = tensors["blocks"].shape[0], tensors["page_table"]
     if table.dim() != 2:
         raise ValueError(f"page_table must have shape (sequences, pages of each), got {tuple(table.shape)}")
     in_page = config.kv_heads * config.tiles_per_page
     if slots % in_page:
         raise ValueError(f"blocks must have {in_page} slots for each page, got {slots}")
-    _sized(tensors, config.pool_tensors(slots // in_page, *table.shape))
+    page_checks.sizes(tensors, config.pool_tensors(slots // in_page, *table.shape))
     for name in ("blocks", "token_order"):
         if not torch.compiler.is_compiling() and tensors[name].data_ptr() % _ALIGNMENT:
             raise ValueError(f"{name} must be aligned to {_ALIGNMENT} bytes")
@@ -167,8 +167,8 @@ def make_windows(config: PageConfig, tensors: Mapping[str, Tensor]) -> Windows:
 
     Raises TypeError for a wrong class or dtype, ValueError for a missing tensor, a wrong shape, device or alignment.
     """
-    _named(tensors, config.window_tensors(0), "tensors")
-    _sized(tensors, config.window_tensors(tensors["lengths"].numel()))
+    page_checks.names(tensors, config.window_tensors(0), "tensors")
+    page_checks.sizes(tensors, config.window_tensors(tensors["lengths"].numel()))
     for name in ("keys", "values"):
         if not torch.compiler.is_compiling() and tensors[name].data_ptr() % _ALIGNMENT:
             raise ValueError(f"{name} must be aligned to {_ALIGNMENT} bytes")
@@ -186,8 +186,8 @@ def choose_orders(pool: Pool, k: Tensor, v: Tensor) -> None:
 
     Raises TypeError or ValueError for a wrong class, dtype, shape, stride or device.
     """
-    _check_pool(pool)
-    _check_tensors(k=k, v=v)
+    page_checks.pool(pool)
+    page_checks.tensors(k=k, v=v)
     if ops.eager(k, v, pool.blocks):
         page_pool.choose_orders(pool, k, v)
     else:
@@ -205,8 +205,8 @@ def store(pool: Pool, k: Tensor, v: Tensor, sequences: Tensor, first_tiles: Tens
 
     Raises TypeError or ValueError for a wrong class, dtype, shape, stride or device.
     """
-    _check_pool(pool)
-    _check_tensors(k=k, v=v, sequences=sequences, first_tiles=first_tiles)
+    page_checks.pool(pool)
+    page_checks.tensors(k=k, v=v, sequences=sequences, first_tiles=first_tiles)
     if ops.eager(k, v, sequences, first_tiles, pool.blocks):
         page_pool.store(pool, k, v, sequences, first_tiles, False)
     else:
@@ -230,11 +230,11 @@ def append(
 
     Raises TypeError or ValueError for a wrong class, dtype, shape, stride or device.
     """
-    _check_pool(pool)
-    _check_windows(windows, pool)
-    _check_tensors(k=k, v=v, lengths=lengths)
+    page_checks.pool(pool)
+    page_checks.windows(windows, pool)
+    page_checks.tensors(k=k, v=v, lengths=lengths)
     if sequences is not None:
-        _check_tensors(sequences=sequences)
+        page_checks.tensors(sequences=sequences)
     if ops.eager(k, v, sequences, lengths, pool.blocks):
         page_pool.append(pool, windows, lengths, k, v, sequences)
         return
@@ -273,15 +273,15 @@ def extend(
     Raises TypeError or ValueError for a wrong class, dtype, shape, stride, device or range; RuntimeError where calls
     are recorded to run again, as numbers of the host would stay as they are.
     """
-    _check_pool(pool)
-    _check_windows(windows, pool)
+    page_checks.pool(pool)
+    page_checks.windows(windows, pool)
     if ops.recorded():
         raise not_recorded("extend")
     cache_checks.new_tokens(pool, k, v)
     if k.shape[0] != 1:
         raise ValueError(f"k must have one row, got shape {tuple(k.shape)}")
     if lengths is not None:
-        _check_lengths(lengths, pool)
+        page_checks.lengths(lengths, pool)
     number = checks.integer(sequence, "sequence")
     if not 0 <= number < pool.sequences:
         raise ValueError(f"sequence must be from 0 to {pool.sequences - 1}, got {number}")
@@ -354,11 +354,11 @@ def attend(
             return attend(q, pool, windows, lengths, sequences, **keywords)
 
         return gradients.without_gradient("attend", call, q, out=out)
-    _check_pool(pool)
+    page_checks.pool(pool)
     if windows is not None:
-        _check_windows(windows, pool)
+        page_checks.windows(windows, pool)
     cache_checks.queries(pool, q)
-    _check_lengths(lengths, pool)
+    page_checks.lengths(lengths, pool)
     packed = packed_queries.check(cu_seqlens_q, max_seqlen_q, q)
     rows, of_rows = (q.shape[0], "q") if packed is None else (packed.rows, "cu_seqlens_q")
     if sequences is not None:
@@ -395,60 +395,10 @@ def export(pool: Pool, sequence: int, first_tile: int, tiles: int) -> tuple[Tens
     Zeros for tiles without a page, and `pool.error` is set. Raises TypeError for a wrong class, ValueError for tiles
     that the page table does not have.
     """
-    _check_pool(pool)
+    page_checks.pool(pool)
     if ops.eager(pool.blocks):
         named = {"sequence": sequence, "first_tile": first_tile, "tiles": tiles}
         return page_pool.load(pool, *(checks.integer(number, name) for name, number in named.items()))
     numbers = pool.dtype, sequence, first_tile, tiles
     k, v = paged_ops.EXPORT(paged_ops.pool_tensors(pool), paged_ops.pool_sizes(pool), *numbers)
     return k, v
-
-
-def _check_pool(pool: Any) -> None:
-    if not isinstance(pool, Pool):
-        raise TypeError(f"pool must be what make_pool makes, got {type(pool).__name__}")
-
-
-def _check_tensors(**tensors: Any) -> None:
-    """Before torch's own operations look at them; the rest is checked where they are used."""
-    for name, value in tensors.items():
-        checks.tensor(value, name)
-
-
-def _check_windows(windows: Any, pool: Pool) -> None:
-    if not isinstance(windows, Windows):
-        raise TypeError(f"windows must be what make_windows makes, got {type(windows).__name__}")
-    keys = windows.keys
-    fits = keys.shape[:2] == (pool.sequences, pool.kv_heads) and keys.shape[3] == pool.head_dim
-    if not fits or keys.dtype != pool.dtype or keys.device != pool.device:
-        raise ValueError(
-            f"windows must be those of the pool's {pool.sequences} sequences, {pool.kv_heads} heads, head dim and "
-            f"dtype, got {checks.described(keys)}"
-        )
-
-
-def _check_lengths(lengths: Any, pool: Pool) -> None:
-    page_pool.check_index(lengths, "lengths", pool.sequences, pool.device)
-
-
-def _named(tensors: Any, wanted: Mapping[str, TensorSize], name: str) -> None:
-    if not isinstance(tensors, Mapping):
-        raise TypeError(f"{name} must map names to tensors, got {type(tensors).__name__}")
-    missing, other = sorted(wanted.keys() - tensors.keys()), sorted(tensors.keys() - wanted.keys())
-    if missing or other:
-        raise ValueError(f"{name} must be {', '.join(wanted)}; missing {missing}, and not known {other}")
-    for key in wanted:
-        checks.tensor(tensors[key], key)
-
-
-def _sized(tensors: Mapping[str, Tensor], sizes: Mapping[str, TensorSize]) -> None:
-    device = checks.kernel_device(next(iter(tensors.values())).device)
-    for name, size in sizes.items():
-        tensor = tensors[name]
-        checks.dtype(tensor, name, (size.dtype,))
-        checks.device(tensor.device, name, device, "the other tensors")
-        if tuple(tensor.shape) != size.shape or not tensor.is_contiguous():
-            raise ValueError(
-                f"{name} must be contiguous, of shape {size.shape}, got {tuple(tensor.shape)} with strides "
-                f"{tuple(tensor.stride())}"
-            )

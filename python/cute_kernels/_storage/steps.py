@@ -107,6 +107,20 @@ def _empty_scales(x: Tensor, *shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.bfloat16, device=x.device)
 
 
+def _empty_token_scales(x: Tensor) -> Tensor:
+    """Those of `Scales.by_token`."""
+    return _empty_scales(x, x.shape[0] * x.shape[1] * tiles_per_head(x.shape[2]) * _C.format.TILE_TOKENS)
+
+
+def _empty_selection(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Masks and counts, as `select` returns them."""
+    batch, kv_heads, tokens, head_dim = x.shape
+    heads, padded = batch * kv_heads, _C.format.padded_head_dim(head_dim)
+    words = heads * tiles_per_head(tokens) * _C.format.TILE_TOKENS * padded // 32
+    masks = torch.empty(words, dtype=torch.int32, device=x.device)
+    return masks, torch.empty(heads, padded, dtype=torch.int32, device=x.device)
+
+
 def channel_scales(kernels: Kernels, x: Tensor, stream: int, refused: Tensor | None = None) -> Tensor:
     """Those of `Scales.by_channel`. refused: of a GPU, is set to 0."""
     batch, kv_heads, _, head_dim = x.shape
@@ -155,15 +169,8 @@ def select(
 
     totals: for a codec with scales, which are the third result. The last of the totals is written.
     """
-    batch, kv_heads, tokens, head_dim = x.shape
-    padded = _C.format.padded_head_dim(head_dim)
-    heads, tile_words = batch * kv_heads, _C.format.TILE_TOKENS * padded // 32
-    masks = torch.empty(heads * tiles_per_head(tokens) * tile_words, dtype=torch.int32, device=x.device)
-    counts = torch.empty(heads, padded, dtype=torch.int32, device=x.device)
-    scales = None
-    if totals is not None:
-        tile_tokens = heads * tiles_per_head(tokens) * _C.format.TILE_TOKENS
-        scales = Scales(_empty_scales(x, heads, padded), _empty_scales(x, tile_tokens))
+    masks, counts = _empty_selection(x)
+    scales = None if totals is None else Scales(_empty_scales(x, *counts.shape), _empty_token_scales(x))
     operand = address(x), x.stride()[:3], *x.shape, DTYPE_CODES[x.dtype]
     if kernels.device.type == "cuda":
         of_scales = _no_scales(kernels)
@@ -185,21 +192,16 @@ def select_two_of_four(
     kernels: Kernels, x: Tensor, role: str, kept: int, stream: int, codec: str = "", totals: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Scales | None]:
     """As `select`, on a GPU, by rule "magnitude-2of4", or, kept 0, by "2of4"."""
-    batch, kv_heads, tokens, head_dim = x.shape
-    padded = _C.format.padded_head_dim(head_dim)
-    heads, tiles = batch * kv_heads, batch * kv_heads * tiles_per_head(tokens)
+    masks, counts = _empty_selection(x)
     scales, of_scales = None, _no_scales(kernels)
     if totals is not None:
-        scales = Scales(
-            channel_scales(kernels, x, stream, totals[-1:]), _empty_scales(x, tiles * _C.format.TILE_TOKENS)
-        )
+        scales = Scales(channel_scales(kernels, x, stream, totals[-1:]), _empty_token_scales(x))
         of_scales = CODEC_CODES[codec], address(scales.by_channel), address(scales.by_token), address(totals[-1:])
     if role == "key":
-        order, _ = order_channels(kernels, x, min(kept or head_dim, head_dim // 2), True, stream)
+        half = x.shape[3] // 2
+        order, _ = order_channels(kernels, x, min(kept or half, half), True, stream)
     else:
         order = memory_order(x)
-    masks = torch.empty(tiles * _C.format.TILE_TOKENS * padded // 32, dtype=torch.int32, device=x.device)
-    counts = torch.empty(heads, padded, dtype=torch.int32, device=x.device)
     operand = address(x), x.stride()[:3], *x.shape, DTYPE_CODES[x.dtype]
     kernels.module.select_two_of_four(
         *operand, ROLE_CODES[role], address(order), kept, address(masks), address(counts), *of_scales, stream
