@@ -52,8 +52,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     broken = rules.violations(kernels)
     print(*broken, sep="\n", end="\n" if broken else "")
     if args.write:
-        manifest.write(compiler, rows)
+        moved = manifest.write(compiler, rows)
         print(f"wrote {len(rows)} kernels of ptxas {compiler} to {manifest.PATH.relative_to(ROOT)}")
+        for key in moved:
+            print(
+                f"{key} had two forms, of which the compiler makes one at random: compile it again until --check "
+                f"reports another, and enter that as '{key}{manifest.OTHER_FORM}'"
+            )
     elif args.check:
         expected_compiler, expected = manifest.load()
         if compiler != expected_compiler:

@@ -13,8 +13,8 @@ REWRITE = "python -m profiling.sass --write"
 
 Numbers = dict[str, int]
 
-# Ends the key of a kernel's other form: from the same source in another folder the compiler's front end may make, say,
-# one load more.
+# Ends the key of a kernel's other form. Of neighbouring words in shared memory the compiler's front end (cicc) loads, at
+# random, one a second time or not: runs with the same command and source differ, most with the names of files.
 OTHER_FORM = " or"
 
 
@@ -53,20 +53,26 @@ def load(path: Path = PATH) -> tuple[str, dict[str, Numbers]]:
     return manifest["compiler"], manifest["kernels"]
 
 
-def write(compiler: str, rows: Mapping[str, Numbers], path: Path = PATH) -> None:
+def write(compiler: str, rows: Mapping[str, Numbers], path: Path = PATH) -> list[str]:
     """Rows of architectures that `rows` does not have stay if the compiler is the same, and so do all forms of a kernel
-    if it has one of them. Another form is entered by hand."""
+    if it has one of them. Returns the kernels that had two forms and have a third: their next other form is entered by
+    hand, once a build has it."""
     kept: dict[str, Numbers] = {}
+    moved: list[str] = []
     if path.exists():
         old_compiler, old = load(path)
         if old_compiler == compiler:
             kept = {key: row for key, row in old.items() if _arch(key) not in archs(rows)}
             for key, row in rows.items():
-                if row in (forms := _forms(old, key)).values():
+                forms = _forms(old, key)
+                if row in forms.values():
                     kept |= forms
+                elif key + OTHER_FORM in forms:
+                    moved.append(key)
     lines = [f"  {json.dumps(key)}: {json.dumps(row)}" for key, row in sorted({**rows, **kept}.items())]
     text = f'{{\n "compiler": {json.dumps(compiler)},\n "kernels": {{\n' + ",\n".join(lines) + "\n }\n}\n"
     path.write_text(text, encoding="utf-8")
+    return moved
 
 
 def differences(old: Mapping[str, Numbers], new: Mapping[str, Numbers]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import shutil
 from pathlib import Path
@@ -317,11 +318,31 @@ def test_other_forms_of_a_kernel(tmp_path):
     ]
     assert manifest.differences(old, {"sm_80 b": one}) == ["- sm_80 a: gone from the library"]
     path = tmp_path / "manifest.json"
-    manifest.write("13.0", old, path)
-    manifest.write("13.0", {"sm_80 a": other, "sm_80 b": one}, path)
+    assert manifest.write("13.0", old, path) == []
+    assert manifest.write("13.0", {"sm_80 a": other, "sm_80 b": one}, path) == []
     assert manifest.load(path) == ("13.0", old)
-    manifest.write("13.0", {"sm_80 a": third, "sm_80 b": one}, path)
-    assert manifest.load(path) == ("13.0", {"sm_80 a": third, "sm_80 b": one})
+    assert manifest.write("13.0", {"sm_80 a": third, "sm_80 b": other}, path) == ["sm_80 a"]
+    assert manifest.load(path) == ("13.0", {"sm_80 a": third, "sm_80 b": other})
+
+
+def test_write_says_whose_other_form_is_lost(tmp_path, monkeypatch, capsys):
+    now = kernel("combine_partials<>", "        /*0000*/  EXIT ;\n", registers=36)
+    row = manifest.numbers(now)
+    monkeypatch.setattr(command, "ROOT", tmp_path)
+    monkeypatch.setattr(command, "find_cuobjdump", lambda: Path("cuobjdump"))
+    monkeypatch.setattr(command, "read_kernels", lambda library, cuobjdump: [now])
+    monkeypatch.setattr(command, "compiler_of", lambda library, cuobjdump: "13.0")
+    path = tmp_path / "manifest.json"
+    monkeypatch.setattr(manifest, "PATH", path)
+    monkeypatch.setattr(manifest, "write", functools.partial(manifest.write, path=path))
+    library = tmp_path / "some.so"
+    library.touch()
+    other = f"{now.key}{manifest.OTHER_FORM}"
+    for registers, said in ((36, False), (40, True)):
+        manifest.write("13.0", {now.key: {**row, "registers": registers}, other: {**row, "registers": 44}})
+        assert command.main(["--write", "--library", str(library)]) == 0
+        assert (other in capsys.readouterr().out) == said
+        assert (other in manifest.load(path)[1]) == (not said)
 
 
 def test_kernels_of_several_files():
