@@ -58,7 +58,7 @@ py::dict dtype_numbers() {
   return numbers;
 }
 
-py::dict codec_numbers() {
+py::dict codec_ids() {
   py::dict numbers;
   for (CodecId id : {CodecId::kFp16, CodecId::kBf16, CodecId::kFp8, CodecId::kInt8, CodecId::kInt4})
     numbers[format::codec_name(id)] = static_cast<int>(id);
@@ -227,7 +227,7 @@ void bind_format(py::module_& m) {
   auto f = m.def_submodule("format", "What a compressed tile is, see cute_kernels/format");
   f.attr("ROLES") = py::dict("key"_a = static_cast<int>(Role::kKey), "value"_a = static_cast<int>(Role::kValue));
   f.attr("DTYPES") = dtype_numbers();
-  f.attr("CODECS") = codec_numbers();
+  f.attr("CODECS") = codec_ids();
   py::dict tile_formats;
   for (TileFormatId id : kTileFormats) tile_formats[format::tile_format_name(id)] = static_cast<int>(id);
   f.attr("TILE_FORMATS") = tile_formats;

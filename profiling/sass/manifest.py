@@ -13,8 +13,8 @@ REWRITE = "python -m profiling.sass --write"
 
 Numbers = dict[str, int]
 
-# Ends the key of a kernel's other form. Of neighbouring words in shared memory the compiler's front end (cicc) loads, at
-# random, one a second time or not: runs with the same command and source differ, most with the names of files.
+# Ends the key of a kernel's other form. The compiler's front end (cicc) loads one of a few neighbouring words of shared
+# memory twice or not, by chance: runs of one command on one source differ.
 OTHER_FORM = " or"
 
 

@@ -38,9 +38,9 @@ def sparse_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale * q [K; Kw]^T) [V; Vw], query head h meeting KV head h // (Hq / Hkv).
 
-    q: (B, Hq, Sq, D) of k's dtype, on its device, any strides but 1 in the last dimension.
+    q: (B, Hq, Sq, D) of k's dtype, on its device, stride 1 in the last dimension.
     k, v: SparseKV of roles "key" and "value", alike in shape (B, Hkv, T, D), dtype and device; compressed together or
-        not; each in any codec, on a GPU both in the same one.
+        not; each in any codec and tile format, on a GPU both in the same ones.
     scale: finite; None: 1 / sqrt(D).
     window: (k_win, v_win), each (B, Hkv, W, D) of k's dtype: dense tokens that follow the compressed ones.
     seq_lens: (B,) int32 on k's device, 0 to T: how many compressed tokens of each batch row count; the window follows
@@ -62,7 +62,7 @@ def sparse_attention(
     RuntimeError.
 
     Raises TypeError for a wrong class or dtype, ValueError for a wrong shape, device, stride or range, RuntimeError if
-    the backend cannot serve the call, or has no kernels for a codec; all before anything is launched.
+    the backend cannot serve the call, or has no kernels for a codec or tile format; all before anything is launched.
     """
     operands = (q, *window) if isinstance(window, (tuple, list)) else (q,)
     if gradients.wanted(*operands):

@@ -35,9 +35,10 @@ def prune(
 ) -> Tensor:
     """Zeroes all but the largest elements of every token and head, or what another rule says.
 
-    x: (B, Hkv, T, D) float16 or bfloat16, D a multiple of 8 up to 256, any strides but 1 in the last dimension.
+    x: (B, Hkv, T, D) float16 or bfloat16, D a multiple of 8 up to 256, stride 1 in the last dimension.
     sparsity: share of every token's D elements to drop, 0 to 1: keeps floor(D * (1 - sparsity) + 1e-6), at least 1.
-    keep: how many elements of every token to keep, 1 to D. With neither, every nonzero is kept.
+    keep: how many elements of every token to keep, 1 to D. With neither, every nonzero is kept, by "2of4" and
+        "magnitude-2of4" at most two of every four neighbours.
     method: "magnitude", per token: the `keep` largest |x|, ties to the lower channel. NaN is larger than everything.
         Or another rule of `cute_kernels.rules`, by its name or, where it takes inputs, itself. "2of4", two of every
         four neighbours, takes neither sparsity nor keep.
@@ -81,7 +82,7 @@ def compress(
 ) -> SparseKV:
     """Prunes and compresses a K or V cache.
 
-    x, sparsity, keep, method: as for `prune`. With neither sparsity nor keep, every nonzero of x is kept.
+    x, sparsity, keep, method: as for `prune`.
     role: "key" or "value".
     codec: how nonzeros are stored. None: as they are ("fp16" of float16, "bf16" of bfloat16), or as `out` was
         preallocated for. "fp8" (OCP FP8 E4M3), "int8" and "int4" are narrow: after pruning, each value is divided by
@@ -91,10 +92,11 @@ def compress(
     tile_format: where the values are. "bitmap" takes every pattern. "two_of_four" is smaller and faster to multiply; it
         takes rule "2of4", or a cache that has the pattern already: at most two nonzeros in every four neighbouring
         channels of keys, or tokens of values, as they lie in memory, with method "magnitude" and neither sparsity nor
-        keep. "two_of_four_bitmap", of such a cache or rule "magnitude-2of4", stores nonzeros alone, and is faster to
-        multiply than "bitmap". None: "two_of_four" for rule "2of4", unless out is given, else "bitmap".
+        keep. "two_of_four_bitmap", of such a cache or rule "magnitude-2of4", stores nonzeros alone. GPUs have
+        kernels of `sparse_attention` for it, with narrow codecs, and no others; they are faster than those of "bitmap".
+        None: "two_of_four" for rule "2of4", unless out is given, else "bitmap".
     out: a cache from `SparseKV.preallocate` to fill and return, like x in shape, dtype and device, of the same role
-        and codec, and preallocated for at least as many elements a token.
+        and codec, and preallocated for at least as many elements a token. Its tile format is "bitmap".
 
     Any T >= 0; the last tile may be partial. Without `out` the storage has the size that x needs, which takes one
     synchronisation with the device. With `out` there is none, only temporary memory is allocated, from torch's
@@ -105,9 +107,9 @@ def compress(
     every nonzero.
 
     Raises what `prune` raises; TypeError or ValueError for a wrong codec or tile_format, if out does not fit x, or x
-    does not have the pattern that "two_of_four" needs; ValueError for values that the codec cannot store: with out on a
-    GPU not here, but when the content's size is next looked at; without out, ValueError if the storage would exceed
-    2^31 rows of 128 bytes.
+    does not have the pattern that a tile format of two of four needs; ValueError for values that the codec cannot
+    store: with out on a GPU not here, but when the content's size is next looked at; without out, ValueError if the
+    storage would exceed 2^31 rows of 128 bytes.
     """
     checks.role(role)
     rule = rules.resolve(method)
@@ -144,9 +146,8 @@ def compress_kv(
     sparsity or keep: for both caches. key_keep, value_keep: for one of them, in place of that.
     method: as for `prune`; a tuple of two: one for keys, one for values.
     codec: as for `compress`, for both caches. key_codec, value_codec: for one of them, in place of `codec`.
-    tile_format: as for `compress`, for both caches. None is also "two_of_four_bitmap", where both caches have rule
-        "magnitude-2of4", narrow codecs and at most 35 % kept: there it is the fastest to attend to. (Kernels of
-        `sparse_qk` and `sparse_av` read it on CPUs only.)
+    tile_format: as for `compress`, for both caches. Without out, None is also "two_of_four_bitmap", where both caches
+        have rule "magnitude-2of4", narrow codecs and at most 35 % kept: there it is the fastest to attend to.
     out: (keys, values) to fill and return, each as `compress` takes it.
 
     Returns (keys, values). Raises what `compress` raises; the message says which cache is meant.

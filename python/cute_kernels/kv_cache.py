@@ -28,9 +28,10 @@ class KVCache(CacheRows):
         out = cache.attend(q)                # (B, Hkv, n, D) twice, then (B, Hq, Sq, D)
 
     New tokens enter a dense window. Where it holds `window` + 64 of them, the oldest 64 are pruned, packed and stored
-    as a tile, so that between `window` and `window` + 63 stay dense, and a sequence does not depend on the chunks in
-    which its tokens came. Per-token magnitude pruning with a bitmap and packed nonzeros and a local dense window is
-    the method of Mustafar (arXiv 2505.22913).
+    as a tile, so that between `window` and `window` + 63 stay dense. A sequence does not depend on the chunks in which
+    its tokens came, but in the tile formats of two of four: there the tiles that are stored first, together, decide
+    which channels of keys are neighbours. Per-token magnitude pruning with a bitmap and packed nonzeros and a local
+    dense window is the method of Mustafar (arXiv 2505.22913).
 
     Tiles lie in pages of `page_tokens` tokens of one sequence, for all KV heads, keys and values. Copies of a sequence
     share pages by reference count; a page that is filled in part is copied before one of them writes to it.
@@ -66,12 +67,15 @@ class KVCache(CacheRows):
     pool_tokens: tokens that all sequences together have pages for; pool_bytes: the same in bytes. Default: enough for
         max_batch sequences of `capacity` tokens.
     sparsity, keep, key_keep, value_keep: what is kept of every token, as for `compress_kv`; with none of them every
-        nonzero is.
+        nonzero is; by "2of4" and "magnitude-2of4" at most two of every four.
     key_rule, value_rule: of `cute_kernels.rules`, by name or itself. Each tile is pruned for itself, as `prune` prunes
-        its 64 tokens: "magnitude", "channel-magnitude" with a group that divides 64, "random", and your own rules.
-        Rules that need queries or choose channels for all tokens are refused. Slots hold as much of a tile as the rule
-        keeps on average (`Rule.mean_kept`). Rules other than "magnitude" prune in torch operations: they may wait for
-        the device, and such a cache cannot be captured in a CUDA graph.
+        its 64 tokens: "magnitude", "channel-magnitude" with a group that divides 64, "random", "2of4",
+        "magnitude-2of4", and your own rules. Rules that need queries or choose channels for all tokens are refused.
+        Slots hold as much of a tile as the rule keeps on average (`Rule.mean_kept`).
+        Where both are "2of4", or both "magnitude-2of4" with narrow codecs and at most 35 % kept, tiles are stored in
+        the rule's tile format: kernels prune them, and channels of keys have the order of the sequence's first tiles.
+        All other rules but "magnitude" prune in torch operations: they may wait for the device. Only a cache with
+        "magnitude" for both can be captured in a CUDA graph.
     codec, key_codec, value_codec: how nonzeros are stored, as for `compress_kv`; on a GPU keys and values alike. The
         first tile of a sequence decides its scales of channels. What a narrow codec cannot store is replaced and
         counted in `statistics`: infinity by the largest number of its sign, NaN, but for "fp8", by the least number.
@@ -189,7 +193,8 @@ class KVCache(CacheRows):
     @exclusive
     @torch.no_grad()
     def dense(self, sequence: int) -> tuple[Tensor, Tensor]:
-        """K and V of one sequence, (Hkv, length, D) each: pruned where compressed, unchanged in the window."""
+        """K and V of one sequence, (Hkv, length, D) each: unchanged in the window, elsewhere pruned and, by a narrow
+        codec, rounded."""
         core = self._core
         row = core.row(sequence)
         core.refresh("dense")
@@ -209,7 +214,7 @@ class KVCache(CacheRows):
     ) -> None:
         """Fills empty sequences. Tiles are compressed straight from k and v, which are not copied.
 
-        k, v: (B, Hkv, T, D) of the cache's dtype, on its device, any strides but 1 in the last dimension.
+        k, v: (B, Hkv, T, D) of the cache's dtype, on its device, stride 1 in the last dimension.
         lengths: (B,) integers from 0 to T: of row b the last lengths[b] tokens count, those before are left padding.
             A tensor on a GPU takes a synchronisation.
 
@@ -231,7 +236,7 @@ class KVCache(CacheRows):
     def append(self, k: Tensor, v: Tensor, *, sequences: Sequence[int] | Tensor | None = None) -> None:
         """Adds n >= 1 tokens to every sequence, empty or not: a decoding step, a user's next turn, a chunk of a prompt.
 
-        k, v: (B, Hkv, n, D) of the cache's dtype, on its device, any strides but 1 in the last dimension.
+        k, v: (B, Hkv, n, D) of the cache's dtype, on its device, stride 1 in the last dimension.
 
         Does not wait for the device (once captured: reads lengths; other rules than "magnitude" may wait). In a
         capture, every sequence needs pages for what is appended and written by replays: `reserve` them before.
@@ -260,7 +265,7 @@ class KVCache(CacheRows):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """softmax(scale * q K^T) V over everything that a sequence holds, query head h meeting KV head h // (Hq / Hkv).
 
-        q: (B, Hq, Sq, D) of the cache's dtype, on its device, any strides but 1 in the last dimension. The Sq queries
+        q: (B, Hq, Sq, D) of the cache's dtype, on its device, stride 1 in the last dimension. The Sq queries
             are those of the Sq newest tokens, which have been appended before.
         cu_seqlens_q: int32 (B + 1), contiguous: sequences differ in how many queries they have. q is then
             (1, Hq, total, D), out like it, and those of the i-th sequence are q[0, :, cu_seqlens_q[i] :

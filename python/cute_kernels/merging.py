@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels._runtime import checks, gradients, ops
-from cute_kernels._runtime.extension import DTYPE_CODES
+from cute_kernels._runtime.extension import DTYPE_IDS
 from cute_kernels._runtime.launching import address, compression_kernels
 
 
@@ -88,7 +88,7 @@ def _merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
             outs.shape[0],
             lse.numel(),
             outs.shape[4],
-            DTYPE_CODES[outs.dtype],
+            DTYPE_IDS[outs.dtype],
             stream,
         )
     return out, lse

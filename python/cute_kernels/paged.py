@@ -44,15 +44,15 @@ from cute_kernels._attention import packed as packed_queries
 from cute_kernels._cache import checks as cache_checks
 from cute_kernels._cache import extend as _extend
 from cute_kernels._cache import page_checks, page_pool, paged_ops
-from cute_kernels._cache.checks import at_least
+from cute_kernels._cache.checks import at_least, layer_sizes
 from cute_kernels._cache.exclusive import not_recorded
 from cute_kernels._cache.extend import Run, Tiles
-from cute_kernels._cache.page_config import MAX_APPEND, TILE_TOKENS, PageConfig, TensorSize
+from cute_kernels._cache.page_config import PageConfig, TensorSize
 from cute_kernels._cache.pool import Pool, Windows
 from cute_kernels._cache.slot_rows import SlotRows
 from cute_kernels._runtime import checks, gradients, ops
 from cute_kernels._runtime.backends import check_name
-from cute_kernels._runtime.extension import _C
+from cute_kernels._runtime.extension import TILE_TOKENS
 from cute_kernels._storage.checks import chosen_codec
 
 __all__ = [
@@ -104,33 +104,19 @@ def configure(
 
     Raises TypeError for a wrong class or dtype, ValueError for a wrong range.
     """
-    heads = at_least(kv_heads, "kv_heads", 1)
-    channels = checks.integer(head_dim, "head_dim")
-    padded = _C.format.padded_head_dim(channels) if abs(channels) < 2**31 else 0
-    if not padded:
-        raise ValueError(f"head_dim must be a multiple of 8, from 8 to {max(_C.format.HEAD_DIMS)}, got {channels}")
-    checks.chosen_dtype(dtype, "dtype", checks.CACHE_DTYPES)
-    both = checks.kept_elements(channels, sparsity, keep)
-    kept_k = both if key_keep is None else checks.kept_elements(channels, None, key_keep, "key_keep")
-    kept_v = both if value_keep is None else checks.kept_elements(channels, None, value_keep, "value_keep")
+    sizes = layer_sizes(kv_heads, head_dim, dtype, sparsity, keep, key_keep, value_keep, page_tokens, max_append)
     chosen = chosen_codec(codec, "codec", dtype)
-    page = at_least(page_tokens, "page_tokens", TILE_TOKENS)
-    if page % TILE_TOKENS:
-        raise ValueError(f"page_tokens must be a multiple of {TILE_TOKENS}, got {page}")
-    at_once = at_least(max_append, "max_append", 1)
-    if at_once > MAX_APPEND:
-        raise ValueError(f"max_append must be at most {MAX_APPEND}, got {at_once}")
     return PageConfig(
-        kv_heads=heads,
-        head_dim=channels,
+        kv_heads=sizes.kv_heads,
+        head_dim=sizes.head_dim,
         dtype=dtype,
-        key_keep=kept_k,
-        value_keep=kept_v,
-        tiles_per_page=page // TILE_TOKENS,
-        slot_rows=SlotRows.holding(padded, kept_k, kept_v, chosen, chosen),
+        key_keep=sizes.key_keep,
+        value_keep=sizes.value_keep,
+        tiles_per_page=sizes.page_tokens // TILE_TOKENS,
+        slot_rows=SlotRows.holding(sizes.padded_head_dim, sizes.key_keep, sizes.value_keep, chosen, chosen),
         shares_orders=True,
         recent=at_least(window, "window", 0),
-        max_append=at_once,
+        max_append=sizes.max_append,
         stores_full=True,
         key_codec=chosen,
         value_codec=chosen,
@@ -181,7 +167,7 @@ def choose_orders(pool: Pool, k: Tensor, v: Tensor) -> None:
     memory, and their scales are 1: tiles are longer, so that more of them have to be trimmed, and narrow codecs err
     more where channels differ in size.
 
-    k, v: (n, Hkv, T, D) in the pool's dtype, any strides but 1 in the last dimension: the first prompts, or tokens for
+    k, v: (n, Hkv, T, D) in the pool's dtype, stride 1 in the last dimension: the first prompts, or tokens for
         calibration. Tiles that are stored already cannot be read any more: call it before the first.
 
     Raises TypeError or ValueError for a wrong class, dtype, shape, stride or device.
@@ -198,7 +184,7 @@ def store(pool: Pool, k: Tensor, v: Tensor, sequences: Tensor, first_tiles: Tens
     """Prunes, compresses and stores whole tiles: row i of k and v becomes the tiles of sequence sequences[i] from
     first_tiles[i] on.
 
-    k, v: (n, Hkv, 64 c, D) in the pool's dtype, any strides but 1 in the last dimension. first_tiles: int32 (n,).
+    k, v: (n, Hkv, 64 c, D) in the pool's dtype, stride 1 in the last dimension. first_tiles: int32 (n,).
 
     Rows of a negative sequence and tiles without a page are left out; for the latter `pool.error` is set. Lengths are
     the caller's to set.
@@ -211,7 +197,7 @@ def store(pool: Pool, k: Tensor, v: Tensor, sequences: Tensor, first_tiles: Tens
         page_pool.store(pool, k, v, sequences, first_tiles, False)
     else:
         tensors, sizes = paged_ops.pool_tensors(pool), paged_ops.pool_sizes(pool)
-        paged_ops.STORE(tensors, sizes, k, v, sequences, first_tiles, 0)
+        paged_ops.STORE(tensors, sizes, k, v, sequences, first_tiles)
 
 
 def append(
@@ -223,7 +209,7 @@ def append(
     A tile is stored, pruned and compressed, when its 64th token arrives. Where a window then holds `window` + 64 tokens
     or more, its oldest 64 leave it and `lengths` grows by 64: they are read from their page from then on.
 
-    lengths: int32 (S,), contiguous. k, v: (n, Hkv, m, D) in the pool's dtype, any strides but 1 in the last dimension.
+    lengths: int32 (S,), contiguous. k, v: (n, Hkv, m, D) in the pool's dtype, stride 1 in the last dimension.
 
     Rows of a negative sequence are left out. Where the tile that gets full has no page, or the window no room, nothing
     of that sequence changes and `pool.error` is set. One kernel on a GPU.
@@ -264,7 +250,7 @@ def extend(
     """Any number of new tokens of one sequence whose lengths the host knows: a prompt, or a chunk of one. The same
     tiles and lengths as `append`; whole tiles are compressed straight from k and v.
 
-    k, v: (1, Hkv, T, D) in the pool's dtype, any strides but 1 in the last dimension.
+    k, v: (1, Hkv, T, D) in the pool's dtype, stride 1 in the last dimension.
     sequence: its number. compressed, window: what lengths[sequence] and windows.lengths[sequence] are; both are set to
         what they become, unless lengths is None: then the caller sets them.
 
@@ -321,7 +307,7 @@ def attend(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale * q K^T) V over tiles and windows of sequences, query head h meeting KV head h // (Hq / Hkv).
 
-    q: (n, Hq, Sq, D) of the pool's dtype, any strides but 1 in the last dimension. windows: None: tiles alone.
+    q: (n, Hq, Sq, D) of the pool's dtype, stride 1 in the last dimension. windows: None: tiles alone.
     lengths: int32 (S,), contiguous. sequences: may name one twice.
     scale: finite; None: 1 / sqrt(D).
     causal: the Sq queries are those of the newest tokens, in order; False: every query sees every token.
@@ -390,7 +376,8 @@ def attend(
 
 
 def export(pool: Pool, sequence: int, first_tile: int, tiles: int) -> tuple[Tensor, Tensor]:
-    """Tiles of one sequence, decompressed: (k, v), each (Hkv, 64 * tiles, D), bit for bit what was kept.
+    """Tiles of one sequence, decompressed: (k, v), each (Hkv, 64 * tiles, D): what was kept, bit for
+    bit with a 16-bit codec, rounded with a narrow one.
 
     Zeros for tiles without a page, and `pool.error` is set. Raises TypeError for a wrong class, ValueError for tiles
     that the page table does not have.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cute_kernels._runtime import checks, gradients, ops, reference
 from cute_kernels._runtime.backends import check_name, resolve
-from cute_kernels._runtime.extension import _C, DTYPE_CODES
+from cute_kernels._runtime.extension import _C, DTYPE_IDS
 from cute_kernels._runtime.launching import launch
 from cute_kernels._storage import arguments, tile_reader
 from cute_kernels._storage.checks import query_side
@@ -28,7 +28,7 @@ def sparse_qk(
 ) -> Tensor:
     """Attention logits: scale * q @ K^T, query head h meeting KV head h // (Hq / Hkv).
 
-    q: (B, Hq, Sq, D) of k's dtype, on its device, any strides but 1 in the last dimension.
+    q: (B, Hq, Sq, D) of k's dtype, on its device, stride 1 in the last dimension.
     k: SparseKV of role "key", (B, Hkv, T, D).
     scale: finite; multiplies the product in float32.
     out_dtype: torch.float32, float16 or bfloat16.
@@ -64,7 +64,7 @@ def sparse_qk(
 def sparse_av(p: Tensor, v: SparseKV, *, out: Tensor | None = None, backend: str = "auto") -> Tensor:
     """Weighted sums of values: p @ V, query head h meeting KV head h // (Hq / Hkv).
 
-    p: (B, Hq, Sq, T) float32, float16 or bfloat16, on v's device, any strides but 1 in the last dimension. Any weights:
+    p: (B, Hq, Sq, T) float32, float16 or bfloat16, on v's device, stride 1 in the last dimension. Any weights:
         they need not be positive nor add up to 1.
     v: SparseKV of role "value", (B, Hkv, T, D).
     out: where to put the result, contiguous and apart from the inputs; default: a new tensor.
@@ -121,7 +121,7 @@ def run_qk(
     if backend == "reference":
         return reference.qk(q, tile_reader.operand(keys), scale, out)
     q = checks.plain(q)
-    strides, dtype = q.stride()[:3], DTYPE_CODES[out_dtype]
+    strides, dtype = q.stride()[:3], DTYPE_IDS[out_dtype]
     operands = keys.view(), q.data_ptr(), strides, q_heads, q_tokens, scale, out.data_ptr(), dtype
     if backend == "cpu":
         _C.cpu.sparse_qk(*operands, torch.get_num_threads())
@@ -146,7 +146,7 @@ def run_av(p: Tensor, values: Storage, backend: str, out: Tensor | None = None, 
     if backend == "reference":
         return reference.av(p, tile_reader.operand(values), out)
     p = checks.plain(p)
-    strides, dtype = p.stride()[:3], DTYPE_CODES[p.dtype]
+    strides, dtype = p.stride()[:3], DTYPE_IDS[p.dtype]
     operands = values.view(), p.data_ptr(), strides, dtype, q_heads, q_tokens, out.data_ptr()
     if backend == "cpu":
         _C.cpu.sparse_av(*operands, torch.get_num_threads())

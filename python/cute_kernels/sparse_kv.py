@@ -71,9 +71,10 @@ class SparseKV:
             With neither sparsity nor keep it takes any.
         device: a cpu or cuda device.
 
-        The storage is large enough for the worst case: Dp / 16 rows of 128 bytes and those of min(8 * keep, Dp) values
-        of a stream for every 64 tokens, Dp being D padded to 64, 128 or 256. Products plan for tiles of that size too,
-        and may take longer than on a storage that `compress` sized; `kv.to_exact_size()` gives such a one.
+        The storage is large enough for the worst case. For every 64 tokens that is Dp / 16 rows of 128 bytes, one more
+        for a narrow codec's scales, and those of min(8 * keep, Dp) values of a stream, Dp being D padded to 64, 128 or
+        256. Products plan for tiles of that size too, and may take longer than on a storage that `compress` sized;
+        `kv.to_exact_size()` gives such a one.
 
         Raises TypeError for a wrong class or dtype; ValueError for a wrong shape, role, codec, device or range, and for
         more than 2^31 rows; RuntimeError without a CUDA device.

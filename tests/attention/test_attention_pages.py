@@ -8,7 +8,7 @@ import torch
 import cute_kernels as ck
 from cute_kernels._attention import reference
 from cute_kernels._attention.problem import launch_problem, pack_problem, pack_window
-from cute_kernels._runtime.extension import _C, CODEC_CODES, DTYPE_CODES, ROLE_CODES
+from cute_kernels._runtime.extension import _C, CODEC_IDS, DTYPE_IDS, ROLE_IDS
 from cute_kernels.sparse_kv import storage_of
 from tests.support import oracle
 
@@ -54,9 +54,9 @@ class Pool:
                     self.blocks.data_ptr(),
                     *(tensor.data_ptr() for tensor in of_role),
                     0,
-                    ROLE_CODES[kv.role],
-                    DTYPE_CODES[kv.dtype],
-                    CODEC_CODES[kv.codec],
+                    ROLE_IDS[kv.role],
+                    DTYPE_IDS[kv.dtype],
+                    CODEC_IDS[kv.codec],
                     sequences,
                     kv_heads,
                     head_dim,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from cute_kernels._runtime.extension import _C, CODEC_CODES, TILE_FORMATS
+from cute_kernels._runtime.extension import _C, CODEC_IDS, TILE_FORMATS
 from cute_kernels._storage.tile_reader import operand
 from cute_kernels.sparse_kv import storage_of
 from tests.attention.test_attention import TOLERANCE, attend, compare, strided
@@ -282,4 +282,4 @@ def test_which_caches_the_prefill_kernel_serves():
     for name, code in TILE_FORMATS.items():
         for codec in ("fp16", "bf16", *NARROW):
             served = name != "two_of_four_bitmap" or codec in NARROW
-            assert _C.cuda.has_prefill_kernel(CODEC_CODES[codec], code) == served, (name, codec)
+            assert _C.cuda.has_prefill_kernel(CODEC_IDS[codec], code) == served, (name, codec)

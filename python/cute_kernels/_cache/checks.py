@@ -1,14 +1,16 @@
-"""Checks of arguments that a KVCache takes: tensors of tokens and queries, row numbers, counts."""
+"""Checks of arguments that caches take: a layer's sizes, tensors of tokens and queries, row numbers, counts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from cute_kernels._cache.page_config import MAX_APPEND
 from cute_kernels._runtime import checks
+from cute_kernels._runtime.extension import _C, LARGEST_HEAD_DIM, TILE_TOKENS
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64)
 
@@ -31,6 +33,48 @@ def at_least(value: Any, name: str, least: int) -> int:
     if number < least:
         raise ValueError(f"{name} must be at least {least}, got {number}")
     return number
+
+
+class LayerSizes(NamedTuple):
+    """What the arguments of a layer's cache come to, checked."""
+
+    kv_heads: int
+    head_dim: int
+    padded_head_dim: int
+    key_keep: int  # elements that a token keeps, 0: the arguments do not say
+    value_keep: int
+    page_tokens: int
+    max_append: int
+
+
+def layer_sizes(
+    kv_heads: Any,
+    head_dim: Any,
+    dtype: Any,
+    sparsity: Any,
+    keep: Any,
+    key_keep: Any,
+    value_keep: Any,
+    page_tokens: Any,
+    max_append: Any,
+) -> LayerSizes:
+    """Raises TypeError for a wrong class or dtype, ValueError for a wrong range."""
+    heads = at_least(kv_heads, "kv_heads", 1)
+    channels = checks.integer(head_dim, "head_dim")
+    padded = _C.format.padded_head_dim(channels) if abs(channels) < 2**31 else 0
+    if not padded:
+        raise ValueError(f"head_dim must be a multiple of 8, from 8 to {LARGEST_HEAD_DIM}, got {channels}")
+    checks.chosen_dtype(dtype, "dtype", checks.CACHE_DTYPES)
+    both = checks.kept_elements(channels, sparsity, keep)
+    kept_k = both if key_keep is None else checks.kept_elements(channels, None, key_keep, "key_keep")
+    kept_v = both if value_keep is None else checks.kept_elements(channels, None, value_keep, "value_keep")
+    page = at_least(page_tokens, "page_tokens", TILE_TOKENS)
+    if page % TILE_TOKENS:
+        raise ValueError(f"page_tokens must be a multiple of {TILE_TOKENS}, got {page}")
+    at_once = at_least(max_append, "max_append", 1)
+    if at_once > MAX_APPEND:
+        raise ValueError(f"max_append must be at most {MAX_APPEND}, got {at_once}")
+    return LayerSizes(heads, channels, padded, kept_k, kept_v, page, at_once)
 
 
 def new_tokens(made_for: Sizes, k: Any, v: Any) -> None:

@@ -9,13 +9,12 @@ from typing import Any
 import torch
 
 from cute_kernels._cache import tile_rules
-from cute_kernels._cache.checks import at_least
-from cute_kernels._cache.page_config import MAX_APPEND
-from cute_kernels._cache.sequences import TILE, SequenceTable
+from cute_kernels._cache.checks import at_least, layer_sizes
+from cute_kernels._cache.sequences import SequenceTable
 from cute_kernels._cache.slot_rows import SlotRows
 from cute_kernels._cache.tile_rules import TileRule
 from cute_kernels._runtime import checks
-from cute_kernels._runtime.extension import _C
+from cute_kernels._runtime.extension import _C, TILE_TOKENS
 from cute_kernels._runtime.launching import compression_kernels
 from cute_kernels._storage.checks import chosen_codec
 from cute_kernels._storage.storage import BITMAP, TWO_OF_FOUR, TWO_OF_FOUR_BITMAP
@@ -23,7 +22,8 @@ from cute_kernels.rules import Rule, TwoOfFour
 from cute_kernels.rules.two_of_four import is_stored_as_slots
 
 _MAX_ROWS = 2**31 - 1  # of all slots, as kernels count them
-_MAX_CAPACITY = 2**31 - 1 - 2 * TILE  # kernels count a sequence's tokens in int32, those of a full window among them
+# Kernels count a sequence's tokens in int32, those of a full window among them.
+_MAX_CAPACITY = 2**31 - 1 - 2 * TILE_TOKENS
 _MAX_BYTES = 2**63 - 1  # of one tensor
 
 
@@ -99,31 +99,19 @@ def config(
     device: Any,
 ) -> CacheConfig:
     """Checks the arguments of KVCache."""
-    batch, heads = at_least(max_batch, "max_batch", 1), at_least(kv_heads, "kv_heads", 1)
-    channels = checks.integer(head_dim, "head_dim")
-    padded = _C.format.padded_head_dim(channels) if abs(channels) < 2**31 else 0
-    if not padded:
-        raise ValueError(f"head_dim must be a multiple of 8, from 8 to {max(_C.format.HEAD_DIMS)}, got {channels}")
-    checks.chosen_dtype(dtype, "dtype", checks.CACHE_DTYPES)
+    batch = at_least(max_batch, "max_batch", 1)
+    sizes = layer_sizes(kv_heads, head_dim, dtype, sparsity, keep, key_keep, value_keep, page_tokens, max_append)
+    heads, channels, padded, page = sizes.kv_heads, sizes.head_dim, sizes.padded_head_dim, sizes.page_tokens
     of_both = chosen_codec(codec, "codec", dtype)
     codec_k = of_both if key_codec is None else chosen_codec(key_codec, "key_codec", dtype)
     codec_v = of_both if value_codec is None else chosen_codec(value_codec, "value_codec", dtype)
     most = _capacity(capacity, 1)
-    both = checks.kept_elements(channels, sparsity, keep)
-    kept_k = both if key_keep is None else checks.kept_elements(channels, None, key_keep, "key_keep")
-    kept_v = both if value_keep is None else checks.kept_elements(channels, None, value_keep, "value_keep")
     for_both = "keep" if sparsity is None else "sparsity"
     rules = tile_rules.resolve_pair(key_rule, value_rule)
-    kept_k = rules[0].checked_kept(kept_k, channels, for_both if key_keep is None else "key_keep")
-    kept_v = rules[1].checked_kept(kept_v, channels, for_both if value_keep is None else "value_keep")
+    kept_k = rules[0].checked_kept(sizes.key_keep, channels, for_both if key_keep is None else "key_keep")
+    kept_v = rules[1].checked_kept(sizes.value_keep, channels, for_both if value_keep is None else "value_keep")
     keys, values = TileRule(rules[0], "key", kept_k), TileRule(rules[1], "value", kept_v)
     recent = at_least(window, "window", 0)
-    page = at_least(page_tokens, "page_tokens", TILE)
-    if page % TILE:
-        raise ValueError(f"page_tokens must be a multiple of {TILE}, got {page}")
-    at_once = at_least(max_append, "max_append", 1)
-    if at_once > MAX_APPEND:
-        raise ValueError(f"max_append must be at most {MAX_APPEND}, got {at_once}")
     pages_per_sequence = _pages_per_sequence(most, recent, page)
     tile_format = _tile_format(rules, (kept_k, kept_v), (codec_k, codec_v), channels)
     if tile_format == TWO_OF_FOUR:
@@ -132,7 +120,7 @@ def config(
         slot_rows = SlotRows.of_slots(padded, kept_k, kept_v, codec_k, codec_v)
     else:
         slot_rows = SlotRows.holding(padded, keys.mean_kept(channels), values.mean_kept(channels), codec_k, codec_v)
-    page_bytes = heads * (page // TILE) * _tile_bytes(slot_rows.both)
+    page_bytes = heads * (page // TILE_TOKENS) * _tile_bytes(slot_rows.both)
     if pool_tokens is not None and pool_bytes is not None:
         raise ValueError(
             "pool_tokens and pool_bytes say the same thing: pass one of them, got "
@@ -144,10 +132,10 @@ def config(
         argument, pages = "pool_tokens", -(-at_least(pool_tokens, "pool_tokens", 1) // page)
     else:
         argument, pages = "max_batch or capacity", batch * pages_per_sequence
-    tiles_per_page = heads * (page // TILE)
+    tiles_per_page = heads * (page // TILE_TOKENS)
     _check_tiles(slot_rows, argument, pages * tiles_per_page)
     _check_tiles(slot_rows, "max_batch or capacity", batch * pages_per_sequence * tiles_per_page)
-    _check_windows(batch * heads * (min(recent, most) + TILE - 1 + at_once) * channels * dtype.itemsize)
+    _check_windows(batch * heads * (min(recent, most) + TILE_TOKENS - 1 + sizes.max_append) * channels * dtype.itemsize)
     target = checks.kernel_device(device)
     compression_kernels(target)  # raises where the device has none
     if target.type == "cuda" and codec_k != codec_v:
@@ -165,7 +153,7 @@ def config(
         values=values,
         window=recent,
         page_tokens=page,
-        max_append=at_once,
+        max_append=sizes.max_append,
         device=target,
         key_codec=codec_k,
         value_codec=codec_v,
@@ -193,10 +181,10 @@ def grown(made_for: CacheConfig, capacity: Any, max_batch: Any) -> CacheConfig:
     batch = made_for.max_batch if max_batch is None else at_least(max_batch, "max_batch", made_for.max_batch)
     pages_per_sequence = _pages_per_sequence(most, made_for.window, made_for.page_tokens)
     pages = max(made_for.pages, batch * pages_per_sequence)
-    tiles_per_page = made_for.kv_heads * (made_for.page_tokens // TILE)
+    tiles_per_page = made_for.kv_heads * (made_for.page_tokens // TILE_TOKENS)
     _check_tiles(made_for.slot_rows, "max_batch or capacity", pages * tiles_per_page)
     larger = replace(made_for, capacity=most, max_batch=batch, pages_per_sequence=pages_per_sequence, pages=pages)
-    tokens = larger.recent + TILE - 1 + made_for.max_append
+    tokens = larger.recent + TILE_TOKENS - 1 + made_for.max_append
     _check_windows(batch * made_for.kv_heads * tokens * made_for.head_dim * made_for.dtype.itemsize)
     return larger
 
@@ -210,15 +198,15 @@ def _capacity(value: Any, least: int) -> int:
 
 def _pages_per_sequence(capacity: int, window: int, page_tokens: int) -> int:
     # A sequence's compressed tokens stop where the window alone holds the rest of its capacity.
-    return max(1, -(-(max(0, capacity - window) // TILE * TILE) // page_tokens))
+    return max(1, -(-(max(0, capacity - window) // TILE_TOKENS * TILE_TOKENS) // page_tokens))
 
 
 def _check_tiles(slot_rows: SlotRows, argument: str, tiles: int) -> None:
     most = _MAX_ROWS // slot_rows.both
     if tiles > most:
         raise ValueError(
-            f"a cache can have at most {most} tiles of this size ({TILE} tokens of one KV head), these arguments ask "
-            f"for {tiles}: lower {argument}"
+            f"a cache can have at most {most} tiles of this size ({TILE_TOKENS} tokens of one KV head), these "
+            f"arguments ask for {tiles}: lower {argument}"
         )
 
 
@@ -233,4 +221,4 @@ def _check_windows(size: int) -> None:
 def _tile_bytes(rows: int) -> int:
     """Bytes of one head's tile of K and V: `rows` rows of blocks, two numbers of rows, and the token order."""
     row_bytes: int = _C.format.ROW_BYTES
-    return rows * row_bytes + 2 * torch.int32.itemsize + TILE
+    return rows * row_bytes + 2 * torch.int32.itemsize + TILE_TOKENS

@@ -21,11 +21,12 @@ from cute_kernels._cache.exclusive import IN_USE, Change, Exclusive, not_recorde
 from cute_kernels._cache.extend import runs
 from cute_kernels._cache.ops import Sequences
 from cute_kernels._cache.reference import attend_reference
-from cute_kernels._cache.sequences import TILE, Changes, Row
+from cute_kernels._cache.sequences import Changes, Row
 from cute_kernels._cache.step import DecodingStep
 from cute_kernels._cache.storage import CacheStorage
 from cute_kernels._runtime import checks, gradients, ops
 from cute_kernels._runtime.backends import check_name, resolve
+from cute_kernels._runtime.extension import TILE_TOKENS
 
 _alone = Exclusive(lambda core: core)
 _TAKES_DENSE_TOKENS = Change("append", {})  # the host counts the tokens last
@@ -187,7 +188,7 @@ class CacheCore:
         parts = []
         for run in runs(rows, self.table.rows, tokens):
             compressed, _ = self.table.after(run.row, run.tokens)
-            parts.append((run, (compressed - run.compressed) // TILE))
+            parts.append((run, (compressed - run.compressed) // TILE_TOKENS))
         for run, tiles in parts:  # rules of the user's own may raise here
             self.storage.store(k, v, run, tiles)
         self.destroy()

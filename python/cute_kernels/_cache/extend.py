@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from cute_kernels._cache import page_pool
-from cute_kernels._cache.page_config import TILE_TOKENS
 from cute_kernels._cache.pool import Pool, Windows
 from cute_kernels._cache.sequences import Row
+from cute_kernels._runtime.extension import TILE_TOKENS
 
 
 @dataclass(frozen=True)

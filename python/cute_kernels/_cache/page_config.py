@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from cute_kernels._cache.slot_rows import SlotRows
-from cute_kernels._runtime.extension import _C, SCALED_CODECS
+from cute_kernels._runtime.extension import _C, SCALED_CODECS, TILE_TOKENS
 from cute_kernels._storage.storage import BITMAP
 
-TILE_TOKENS: int = _C.format.TILE_TOKENS
 MAX_APPEND = TILE_TOKENS  # tokens that one call of `append` takes
 
 

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from cute_kernels._cache import pair_pool, slot_pool
-from cute_kernels._cache.page_config import MAX_APPEND, TILE_TOKENS
+from cute_kernels._cache.page_config import MAX_APPEND
 from cute_kernels._cache.pool import Pool, Share, Windows
 from cute_kernels._runtime import checks
-from cute_kernels._runtime.extension import _C
+from cute_kernels._runtime.extension import _C, TILE_TOKENS
 from cute_kernels._runtime.launching import address, compression_kernels, launch
 from cute_kernels._storage import steps
 from cute_kernels._storage.storage import BITMAP, TWO_OF_FOUR, TWO_OF_FOUR_BITMAP
@@ -47,7 +47,7 @@ def store(
     """Prunes, compresses and stores whole tiles of k and v: row i becomes the tiles of sequence sequences[i] from
     first_tiles[i] on.
 
-    k, v: (n, Hkv, 64 c, D) in the pool's dtype, any strides but 1 in the last dimension.
+    k, v: (n, Hkv, 64 c, D) in the pool's dtype, stride 1 in the last dimension.
     sequences, first_tiles: int32 (n,), no sequence twice; a row of a negative sequence is left out.
     new_order: whether the sequences' channel orders are chosen anew from these tokens, and scales of channels from the
         first 64; None: of those rows whose first tile is 0. Shared ones stay.
@@ -95,7 +95,7 @@ def choose_orders(pool: Pool, k: Tensor, v: Tensor) -> None:
     """Chooses the shared channel orders by these tokens' nonzeros, so that tiles of tokens like them are short, and the
     shared scales of channels by the first 512 of them.
 
-    k, v: (n, Hkv, tokens, D) in the pool's dtype, any strides but 1 in the last dimension: the first prompts, or tokens
+    k, v: (n, Hkv, tokens, D) in the pool's dtype, stride 1 in the last dimension: the first prompts, or tokens
         for calibration. Tiles that are stored already cannot be read any more.
 
     Raises TypeError or ValueError for a wrong class, dtype, shape, stride or device, ValueError for a pool whose
@@ -132,7 +132,7 @@ def append(
 
     lengths: int32 (S,), tokens before the window of every sequence, multiples of 64; grows with every tile that leaves
         the window.
-    k, v: (n, Hkv, m, D) in the pool's dtype, any strides but 1 in the last dimension.
+    k, v: (n, Hkv, m, D) in the pool's dtype, stride 1 in the last dimension.
     sequences: int32 (n,), row i belongs to sequence sequences[i], none twice; a row of a negative one is left out.
         None: row i belongs to sequence i.
 

@@ -16,13 +16,13 @@ from cute_kernels._attention import packed as packed_queries
 from cute_kernels._attention.packed import PackedQueries
 from cute_kernels._attention.problem import launch_problem, pack_problem
 from cute_kernels._cache import page_pool
-from cute_kernels._cache.page_config import TILE_TOKENS, scale_names
+from cute_kernels._cache.page_config import scale_names
 from cute_kernels._cache.pool import Pool, Windows
 from cute_kernels._cache.reference import attend_reference
 from cute_kernels._cache.slot_rows import SlotRows
 from cute_kernels._runtime import checks, ops
 from cute_kernels._runtime.backends import resolve
-from cute_kernels._runtime.extension import CODEC_CODES, CODEC_NAMES
+from cute_kernels._runtime.extension import CODEC_IDS, CODEC_NAMES, TILE_TOKENS
 
 _POOL = (
     *("blocks", "key_rows", "value_rows", "token_order"),
@@ -36,7 +36,7 @@ def pool_tensors(pool: Pool) -> list[Tensor]:
 
 
 def pool_sizes(pool: Pool) -> list[int]:
-    rows, codecs = pool.slot_rows, (CODEC_CODES[pool.key_codec], CODEC_CODES[pool.value_codec])
+    rows, codecs = pool.slot_rows, (CODEC_IDS[pool.key_codec], CODEC_IDS[pool.value_codec])
     keeps = pool.key_keep, pool.value_keep
     return [pool.head_dim, pool.tiles_per_page, *keeps, *codecs, rows.keys, rows.values, rows.both]
 
@@ -130,11 +130,8 @@ def _tokens(pool: Pool, windows: Windows | None, lengths: Tensor, sequence: int)
 # ---- torch.ops.cute_kernels ------------------------------------------------------------------------------------------
 
 
-def _store(
-    pool: list[Tensor], sizes: list[int], k: Tensor, v: Tensor, sequences: Tensor, first_tiles: Tensor, new_order: int
-) -> None:
-    choose = None if new_order < 0 else bool(new_order)
-    page_pool.store(make_pool(pool, sizes, k.dtype), k, v, sequences, first_tiles, choose)
+def _store(pool: list[Tensor], sizes: list[int], k: Tensor, v: Tensor, sequences: Tensor, first_tiles: Tensor) -> None:
+    page_pool.store(make_pool(pool, sizes, k.dtype), k, v, sequences, first_tiles, False)
 
 
 def _choose_orders(pool: list[Tensor], sizes: list[int], k: Tensor, v: Tensor) -> None:
@@ -194,8 +191,7 @@ def _export_fake(
 
 
 STORE = ops.define(
-    "paged_store(Tensor(a!)[] pool, int[] sizes, Tensor k, Tensor v, Tensor sequences, Tensor first_tiles, "
-    "int new_order) -> ()",
+    "paged_store(Tensor(a!)[] pool, int[] sizes, Tensor k, Tensor v, Tensor sequences, Tensor first_tiles) -> ()",
     _store,
     ops.no_results,
 )

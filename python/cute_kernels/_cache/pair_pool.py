@@ -9,11 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cute_kernels._cache.page_config import TILE_TOKENS
 from cute_kernels._cache.pool import Pool
 from cute_kernels._cache.pool_parts import decompressed, lost_by, parts_of, slots_of
 from cute_kernels._runtime import checks
-from cute_kernels._runtime.extension import _C
+from cute_kernels._runtime.extension import _C, TILE_TOKENS
 from cute_kernels._runtime.launching import compression_kernels
 from cute_kernels._storage import two_of_four
 from cute_kernels._storage.compressor import Cache

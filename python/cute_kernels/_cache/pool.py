@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from cute_kernels._attention.problem import pack_window
-from cute_kernels._cache.page_config import MAX_APPEND, TILE_TOKENS, PageConfig, window_tensors
+from cute_kernels._cache.page_config import MAX_APPEND, PageConfig, window_tensors
 from cute_kernels._cache.slot_rows import SlotRows
 from cute_kernels._runtime import checks
-from cute_kernels._runtime.extension import _C, CODEC_CODES, DTYPE_CODES, ROLE_CODES, TILE_FORMATS, own_codec
+from cute_kernels._runtime.extension import _C, CODEC_IDS, DTYPE_IDS, ROLE_IDS, TILE_FORMATS, TILE_TOKENS, own_codec
 from cute_kernels._runtime.launching import address
 from cute_kernels._storage.steps import NO_NONZEROS, rows_before_values
 from cute_kernels._storage.storage import BITMAP, TWO_OF_FOUR
@@ -154,7 +154,7 @@ class Pool(_Tensors):
         ):
             before = empty = rows_before_values(padded, codec, self.tile_format)
             if self.tile_format == TWO_OF_FOUR:  # whose tiles have one size
-                empty = _C.format.two_of_four_rows(padded, CODEC_CODES[codec])
+                empty = _C.format.two_of_four_rows(padded, CODEC_IDS[codec])
             rows.fill_(empty)
             if scales is not None:
                 scale_row = _C.format.scale_row(padded, TILE_FORMATS[self.tile_format])
@@ -233,9 +233,9 @@ class Pool(_Tensors):
             address(self.token_order),
             address(channels),
             0 if scales is None else address(scales),
-            ROLE_CODES[role],
-            DTYPE_CODES[self.dtype],
-            CODEC_CODES[codec],
+            ROLE_IDS[role],
+            DTYPE_IDS[self.dtype],
+            CODEC_IDS[codec],
             self.sequences,
             self.kv_heads,
             self.head_dim,

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cute_kernels._cache.page_config import TILE_TOKENS
 from cute_kernels._cache.pool import Pool
+from cute_kernels._runtime.extension import TILE_TOKENS
 from cute_kernels._runtime.launching import Kernels, address, compression_kernels
 from cute_kernels._storage import two_of_four
 from cute_kernels._storage.compressor import Cache
@@ -34,7 +34,7 @@ class Part:
         return Channels(self.channels[sequences], scales)
 
     def choose(self, kernels: Kernels, cache: Cache, sequences: Tensor, stream: int) -> None:
-        """Orders and scales of the sequences' channels, by the first tile of each."""
+        """Orders of the sequences' channels by all of these tokens, or 2048 of a head; scales by the first tile."""
         chosen = two_of_four.choose_channels(kernels, cache, False, TILE_TOKENS, stream)
         self.channels[sequences] = chosen.order
         if self.scales is not None and chosen.scale is not None:

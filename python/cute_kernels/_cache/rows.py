@@ -11,8 +11,9 @@ from cute_kernels._cache import checks as cache_checks
 from cute_kernels._cache.config import CacheConfig, grown
 from cute_kernels._cache.core import CacheCore
 from cute_kernels._cache.exclusive import Change, Exclusive
-from cute_kernels._cache.sequences import TILE, Row, Target
+from cute_kernels._cache.sequences import Row, Target
 from cute_kernels._runtime import checks
+from cute_kernels._runtime.extension import TILE_TOKENS
 
 
 def core_of(cache: CacheRows) -> CacheCore:
@@ -115,7 +116,7 @@ class CacheRows:
         for target in targets:
             if target.compressed < before[target.row]:
                 core.destroy()
-                core.storage.cut(target.row, target.compressed // TILE, target.window)
+                core.storage.cut(target.row, target.compressed // TILE_TOKENS, target.window)
         core.apply_assigned(changes)
         core.storage.set_lengths(
             [target.row for target in targets],

@@ -10,9 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from cute_kernels._cache.page_allocator import PageAllocator
-from cute_kernels._runtime.extension import _C
-
-TILE: int = _C.format.TILE_TOKENS
+from cute_kernels._runtime.extension import TILE_TOKENS
 
 
 @dataclass
@@ -117,8 +115,8 @@ class SequenceTable:
     def after(self, row: int, tokens: int) -> tuple[int, int]:
         """(compressed, window) once so many tokens have been appended, in chunks of any size."""
         state = self.rows[row]
-        tiles = max(0, (state.window + tokens - self.recent) // TILE)
-        return state.compressed + tiles * TILE, state.window + tokens - tiles * TILE
+        tiles = max(0, (state.window + tokens - self.recent) // TILE_TOKENS)
+        return state.compressed + tiles * TILE_TOKENS, state.window + tokens - tiles * TILE_TOKENS
 
     def provide(self, rows: Sequence[int], tokens: Sequence[int], *, private: bool = False) -> Changes:
         """Takes rows into use, with pages of their own for what so many more tokens will write. `advance` changes their
@@ -164,7 +162,7 @@ class SequenceTable:
         if rows != self._group:
             table = self.rows
             states = [table[row] for row in rows]
-            windows = (self.recent + TILE - 1 - state.window for state in states)
+            windows = (self.recent + TILE_TOKENS - 1 - state.window for state in states)
             ends = (self.capacity - state.tokens for state in states)
             self._left = min(*windows, *ends) if states and all(state.used for state in states) else 0
             self._group = rows
@@ -212,7 +210,7 @@ class SequenceTable:
         state = self.rows[row]
         if tokens >= state.compressed:
             return Target(row, list(state.pages), state.compressed, tokens - state.compressed)
-        compressed = tokens // TILE * TILE
+        compressed = tokens // TILE_TOKENS * TILE_TOKENS
         return Target(row, state.pages[: self._pages_for(compressed)], compressed, tokens - compressed)
 
     def assign(self, targets: Sequence[Target], *, private: bool) -> Changes:
@@ -259,7 +257,11 @@ class SequenceTable:
         """AssertionError unless everything fits together; for tests."""
         self.allocator.check(row.pages for row in self.rows)
         for row in self.rows:
-            assert row.compressed % TILE == 0 and 0 <= row.window < self.recent + TILE and row.tokens <= self.capacity
+            assert (
+                row.compressed % TILE_TOKENS == 0
+                and 0 <= row.window < self.recent + TILE_TOKENS
+                and row.tokens <= self.capacity
+            )
             assert row.compressed <= len(row.pages) * self.page_tokens, "tokens without a page"
             assert len(set(row.pages)) == len(row.pages), "a page twice in one sequence"
             assert row.used or not (row.tokens or row.pages), "a sequence not in use holds something"

@@ -9,11 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cute_kernels._cache.page_config import TILE_TOKENS
 from cute_kernels._cache.pool import Pool
 from cute_kernels._cache.pool_parts import Part, decompressed, lost_by, parts_of, slots_of
 from cute_kernels._runtime import checks
-from cute_kernels._runtime.extension import _C, CODEC_CODES
+from cute_kernels._runtime.extension import _C, CODEC_IDS, TILE_TOKENS
 from cute_kernels._runtime.launching import compression_kernels
 from cute_kernels._storage import two_of_four_bitmap
 from cute_kernels._storage.compressor import Cache
@@ -75,7 +74,7 @@ def store(
 
 def _rows(longest: Tensor, codec: str, padded: int) -> Tensor:
     """Rows that tiles take whose longest streams have so many values, int64."""
-    word_values = 32 // _C.format.value_bits(CODEC_CODES[codec])  # of one stream a lane
+    word_values = 32 // _C.format.value_bits(CODEC_IDS[codec])  # of one stream a lane
     values = -(-longest.long() // word_values)
     return values + rows_before_values(padded, codec, TWO_OF_FOUR_BITMAP)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from cute_kernels._runtime.extension import _C, CODEC_CODES, TILE_FORMATS
+from cute_kernels._runtime.extension import _C, CODEC_IDS, TILE_FORMATS
 from cute_kernels._storage.steps import rows_before_values
 from cute_kernels._storage.storage import BITMAP, TWO_OF_FOUR_BITMAP
 
@@ -46,7 +46,7 @@ class SlotRows:
     def of_pairs(cls, padded_head_dim: int, key_codec: str, value_codec: str) -> SlotRows:
         """For tiles of the format of exactly two of four, which have one size."""
         keys, values = (
-            _C.format.two_of_four_rows(padded_head_dim, CODEC_CODES[codec]) for codec in (key_codec, value_codec)
+            _C.format.two_of_four_rows(padded_head_dim, CODEC_IDS[codec]) for codec in (key_codec, value_codec)
         )
         return cls(keys, values, keys + values)
 
@@ -69,7 +69,7 @@ class SlotRows:
         before = {}
         for name, rows, codec in (("keys", self.keys, key_codec), ("values", self.values, value_codec)):
             before[name] = rows_before_values(padded_head_dim, codec, tile_format)
-            most = _C.format.max_tile_rows(padded_head_dim, CODEC_CODES[codec], TILE_FORMATS[tile_format])
+            most = _C.format.max_tile_rows(padded_head_dim, CODEC_IDS[codec], TILE_FORMATS[tile_format])
             if not before[name] < rows <= most:
                 raise ValueError(f"rows of a slot for {name} must be from {before[name] + 1} to {most}, got {rows}")
         least, most = self.keys + before["values"] + 1, self.keys + self.values
@@ -87,22 +87,22 @@ def _slot_stream(padded_head_dim: int, keep: int) -> tuple[float, float]:
 def _slot_rows(padded_head_dim: int, codec: str, longest: float) -> int:
     values = min(math.ceil(longest), padded_head_dim)
     before = rows_before_values(padded_head_dim, codec, TWO_OF_FOUR_BITMAP)
-    return before + _C.format.value_rows(values, CODEC_CODES[codec], TILE_FORMATS[TWO_OF_FOUR_BITMAP])
+    return before + _C.format.value_rows(values, CODEC_IDS[codec], TILE_FORMATS[TWO_OF_FOUR_BITMAP])
 
 
 def _max_tile_rows(padded_head_dim: int, codec: str) -> int:
-    return _C.format.max_tile_rows(padded_head_dim, CODEC_CODES[codec])
+    return _C.format.max_tile_rows(padded_head_dim, CODEC_IDS[codec])
 
 
 def _least_rows(codec: str) -> int:
     """Of value rows: those that a stream of one value takes."""
-    return _C.format.value_rows(1, CODEC_CODES[codec])
+    return _C.format.value_rows(1, CODEC_IDS[codec])
 
 
 def _rows_of_value(codec: str) -> float:
     """Value rows that a value of the longest stream takes, the rounding to whole words apart."""
     many = 64
-    return _C.format.value_rows(many, CODEC_CODES[codec]) / many
+    return _C.format.value_rows(many, CODEC_IDS[codec]) / many
 
 
 def _longest_tile(padded_head_dim: int, keep: int, codec: str) -> int:
@@ -110,7 +110,7 @@ def _longest_tile(padded_head_dim: int, keep: int, codec: str) -> int:
         return _max_tile_rows(padded_head_dim, codec)
     longest = math.ceil(keep + 7 * (1 - keep / padded_head_dim) + 3.3 * _spread(padded_head_dim, keep))
     longest = min(longest, padded_head_dim, _C.format.CLASSES * keep)
-    return rows_before_values(padded_head_dim, codec) + _C.format.value_rows(longest, CODEC_CODES[codec])
+    return rows_before_values(padded_head_dim, codec) + _C.format.value_rows(longest, CODEC_IDS[codec])
 
 
 def _spread(padded_head_dim: int, keep: int) -> float:

@@ -19,8 +19,8 @@ from cute_kernels._cache import extend, page_pool
 from cute_kernels._cache.config import CacheConfig
 from cute_kernels._cache.extend import Run, Tiles
 from cute_kernels._cache.pool import Pool, Share, Windows, writable
-from cute_kernels._cache.sequences import TILE, Changes, Row
-from cute_kernels._runtime.extension import _C
+from cute_kernels._cache.sequences import Changes, Row
+from cute_kernels._runtime.extension import _C, TILE_TOKENS
 from cute_kernels._storage.storage import BITMAP
 
 _REMEMBERED = 64  # groups of sequences whose numbers stay on the device
@@ -38,7 +38,7 @@ class CacheStorage:
         self.device = device
         self.pool = Pool.allocate(
             pages=made_for.pages,
-            tiles_per_page=made_for.page_tokens // TILE,
+            tiles_per_page=made_for.page_tokens // TILE_TOKENS,
             sequences=sequences,
             pages_per_sequence=made_for.pages_per_sequence,
             kv_heads=made_for.kv_heads,
@@ -160,7 +160,7 @@ class CacheStorage:
 
     def _tiles(self, run: Run, tiles: int) -> Tiles:
         """A cache stores tiles when they leave the window."""
-        return Tiles(run.compressed // TILE, tiles, tiles)
+        return Tiles(run.compressed // TILE_TOKENS, tiles, tiles)
 
     def _prune(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         if self.pool.tile_format != BITMAP:  # chosen as tiles are stored, in the order of the sequence's channels
@@ -212,7 +212,7 @@ class CacheStorage:
 
     def dense(self, row: int, compressed: int, window: int) -> tuple[Tensor, Tensor]:
         """What a row holds, two tensors (Hkv, tokens, D)."""
-        k, v = page_pool.load(self.pool, row, 0, compressed // TILE)
+        k, v = page_pool.load(self.pool, row, 0, compressed // TILE_TOKENS)
         windows = (self.windows.keys, self.windows.values)
         k, v = (torch.cat([x, dense[row, :, :window]], dim=1) for x, dense in zip((k, v), windows))
         return k, v

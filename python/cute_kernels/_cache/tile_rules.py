@@ -10,9 +10,7 @@ from torch import Tensor
 
 from cute_kernels import rules
 from cute_kernels._runtime import checks
-from cute_kernels._runtime.extension import _C
-
-TILE: int = _C.format.TILE_TOKENS
+from cute_kernels._runtime.extension import TILE_TOKENS
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ class TileRule:
             return x
         pruned = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         for row, out in zip(x, pruned):  # row by row: scores and sorted indices take many times the memory of x
-            dense = row.unflatten(1, (-1, TILE)).transpose(0, 1)
+            dense = row.unflatten(1, (-1, TILE_TOKENS)).transpose(0, 1)
             tiles = self.rule.prune(dense, self.kept, self.role)
             out.copy_(tiles.transpose(0, 1).flatten(1, 2))
             if constrained is not None and (lost := self.rule.constrained(dense, tiles, self.kept)) is not None:
@@ -72,11 +70,11 @@ def _resolve(given: Any, name: str) -> rules.Rule:
     kind = rules.RULES.get(given) if isinstance(given, str) else type(given)
     if kind is not None and (reason := getattr(kind, "whole_cache", None)):
         raise ValueError(
-            f"{name} {kind.name!r} {reason}, and a cache that grows prunes tiles of {TILE} tokens as they get full: "
-            "take another rule, or prune whole caches by it, with prune, compress or compress_kv"
+            f"{name} {kind.name!r} {reason}, and a cache that grows prunes tiles of {TILE_TOKENS} tokens as they get "
+            "full: take another rule, or prune whole caches by it, with prune, compress or compress_kv"
         )
     rule = rules.resolve(given, name)
     group = checks.integer(rule.group, f"{name}'s group")
-    if group < 1 or TILE % group:
-        raise ValueError(f"{name} must have a group that divides the {TILE} tokens of a tile, got {group}")
+    if group < 1 or TILE_TOKENS % group:
+        raise ValueError(f"{name} must have a group that divides the {TILE_TOKENS} tokens of a tile, got {group}")
     return rule

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_kernels._runtime.extension import HEAD_DIMS, LARGEST_HEAD_DIM, ROLE_CODES
+from cute_kernels._runtime.extension import HEAD_DIMS, LARGEST_HEAD_DIM, ROLE_IDS
 
 CACHE_DTYPES = (torch.float16, torch.bfloat16)
 PRODUCT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -132,7 +132,7 @@ def cache_shape(value: Any) -> tuple[int, int, int, int]:
 
 
 def role(value: Any) -> None:
-    if not isinstance(value, str) or value not in ROLE_CODES:
+    if not isinstance(value, str) or value not in ROLE_IDS:
         raise ValueError(f"role must be 'key' or 'value', got {shown(value)}")
 
 

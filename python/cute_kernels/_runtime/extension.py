@@ -1,4 +1,4 @@
-"""The extension module, with a clear error where it is not built, and how it numbers roles, dtypes and codecs."""
+"""The extension module, with a clear error where it is not built, and the ids of roles, dtypes and codecs in it."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ try:
 except ImportError as error:
     raise ImportError(why_not(error)) from error
 
-ROLE_CODES: dict[str, int] = _C.format.ROLES
-DTYPE_CODES: dict[torch.dtype, int] = {getattr(torch, name): code for name, code in _C.format.DTYPES.items()}
-CODEC_CODES: dict[str, int] = _C.format.CODECS
+ROLE_IDS: dict[str, int] = _C.format.ROLES
+DTYPE_IDS: dict[torch.dtype, int] = {getattr(torch, name): dtype_id for name, dtype_id in _C.format.DTYPES.items()}
+CODEC_IDS: dict[str, int] = _C.format.CODECS
 TILE_FORMATS: dict[str, int] = _C.format.TILE_FORMATS
+TILE_TOKENS: int = _C.format.TILE_TOKENS
 
 # Tables rather than calls of the extension: checks of arguments read them, and a compiler cannot follow such a call.
 LARGEST_HEAD_DIM: int = max(_C.format.HEAD_DIMS)
 HEAD_DIMS = tuple(d for d in range(1, LARGEST_HEAD_DIM + 1) if _C.format.padded_head_dim(d))
 
-CODEC_NAMES = {code: name for name, code in CODEC_CODES.items()}
-_CODEC_DTYPES = {dtype: DTYPE_CODES[dtype] for dtype in (torch.float16, torch.bfloat16)}
-_OWN_CODECS = {dtype: CODEC_NAMES[_C.format.own_codec(code)] for dtype, code in _CODEC_DTYPES.items()}
+CODEC_NAMES = {codec_id: name for name, codec_id in CODEC_IDS.items()}
+_CODEC_DTYPES = {dtype: DTYPE_IDS[dtype] for dtype in (torch.float16, torch.bfloat16)}
+_OWN_CODECS = {dtype: CODEC_NAMES[_C.format.own_codec(dtype_id)] for dtype, dtype_id in _CODEC_DTYPES.items()}
 _CODECS = {
-    dtype: tuple(name for name, codec in CODEC_CODES.items() if _C.format.stores(codec, code))
-    for dtype, code in _CODEC_DTYPES.items()
+    dtype: tuple(name for name, codec_id in CODEC_IDS.items() if _C.format.stores(codec_id, dtype_id))
+    for dtype, dtype_id in _CODEC_DTYPES.items()
 }
 
-SCALED_CODECS = frozenset(name for name, code in CODEC_CODES.items() if _C.format.scale_rows(code))
+SCALED_CODECS = frozenset(name for name, codec_id in CODEC_IDS.items() if _C.format.scale_rows(codec_id))
 
 
 def own_codec(dtype: torch.dtype) -> str:
@@ -42,14 +43,15 @@ def codecs_of(dtype: torch.dtype) -> tuple[str, ...]:
 
 
 __all__ = [
-    "CODEC_CODES",
+    "CODEC_IDS",
     "CODEC_NAMES",
-    "DTYPE_CODES",
+    "DTYPE_IDS",
     "HEAD_DIMS",
     "LARGEST_HEAD_DIM",
-    "ROLE_CODES",
+    "ROLE_IDS",
     "SCALED_CODECS",
     "TILE_FORMATS",
+    "TILE_TOKENS",
     "_C",
     "codecs_of",
     "own_codec",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels._runtime import checks
-from cute_kernels._runtime.extension import CODEC_CODES, codecs_of, own_codec
+from cute_kernels._runtime.extension import CODEC_IDS, codecs_of, own_codec
 from cute_kernels._storage.storage import Storage
 
 
@@ -19,8 +19,8 @@ def chosen_codec(codec: Any, name: str, dtype: torch.dtype) -> str:
         return own_codec(dtype)
     if not isinstance(codec, str):
         raise TypeError(f"{name} must be a str or None, got {type(codec).__name__}")
-    if codec not in CODEC_CODES:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, CODEC_CODES))} or None, got {codec!r}")
+    if codec not in CODEC_IDS:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, CODEC_IDS))} or None, got {codec!r}")
     if codec not in codecs_of(dtype):
         allowed = ", ".join(map(repr, codecs_of(dtype)))
         raise ValueError(f"{name} must be one of {allowed} for {checks.dtype_name(dtype)}, got {codec!r}")

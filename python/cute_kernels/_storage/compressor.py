@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from cute_kernels._runtime.extension import _C, SCALED_CODECS
+from cute_kernels._runtime.extension import _C, SCALED_CODECS, TILE_TOKENS
 from cute_kernels._runtime.launching import Kernels, address, compression_kernels
 from cute_kernels._storage import steps, tile_reader
 from cute_kernels._storage.allocation import Unsized, allocate
@@ -67,7 +67,7 @@ def _plan(kernels: Kernels, caches: list[Cache], totals: Tensor, stream: int) ->
     batch, kv_heads, tokens, head_dim = caches[0].x.shape
     device = caches[0].x.device
     tiles, padded = caches[0].tiles, caches[0].padded
-    order_shape = (batch, kv_heads, tile_reader.tiles_per_head(tokens), _C.format.TILE_TOKENS)
+    order_shape = (batch, kv_heads, tile_reader.tiles_per_head(tokens), TILE_TOKENS)
     token_order = (
         torch.empty(order_shape, dtype=torch.uint8, device=device)
         if caches[0].out is None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels._runtime.checks import shown
-from cute_kernels._runtime.extension import CODEC_CODES, ROLE_CODES, SCALED_CODECS, TILE_FORMATS, codecs_of, own_codec
+from cute_kernels._runtime.extension import CODEC_IDS, ROLE_IDS, SCALED_CODECS, TILE_FORMATS, codecs_of, own_codec
 from cute_kernels._storage.storage import BITMAP, TENSORS, Storage
 from cute_kernels._storage.validation import ALIGNMENT, check_tensors
 
@@ -81,7 +81,7 @@ def _checked_metadata(metadata: object) -> dict[str, Any]:
         raise ValueError(f"metadata: version must be from {OLDEST_VERSION} to {FORMAT_VERSION}, got {shown(version)}")
     _check_keys(metadata, "metadata", _KEYS if version == OLDEST_VERSION else _KEYS | _NEW_KEYS)
     role, dtype, shape = metadata["role"], metadata["dtype"], metadata["shape"]
-    if not isinstance(role, str) or role not in ROLE_CODES:
+    if not isinstance(role, str) or role not in ROLE_IDS:
         raise ValueError(f"metadata: role must be 'key' or 'value', got {shown(role)}")
     if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise ValueError(f"metadata: dtype must be 'float16' or 'bfloat16', got {shown(dtype)}")
@@ -110,8 +110,8 @@ def _checked_codec(metadata: Mapping[str, Any], dtype: torch.dtype) -> str:
             f"metadata: codec '{_OLD_CODEC}' of format version 4 has no scales and is not read any more; compress the "
             f"cache again with codec='fp8'"
         )
-    if not isinstance(codec, str) or codec not in CODEC_CODES:
-        raise ValueError(f"metadata: codec must be one of {', '.join(CODEC_CODES)}, got {shown(codec)}")
+    if not isinstance(codec, str) or codec not in CODEC_IDS:
+        raise ValueError(f"metadata: codec must be one of {', '.join(CODEC_IDS)}, got {shown(codec)}")
     if codec not in codecs_of(dtype):
         raise ValueError(f"metadata: codec '{codec}' does not store {metadata['dtype']}")
     return codec

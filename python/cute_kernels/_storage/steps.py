@@ -14,11 +14,12 @@ from torch import Tensor
 
 from cute_kernels._runtime.extension import (
     _C,
-    CODEC_CODES,
-    DTYPE_CODES,
-    ROLE_CODES,
+    CODEC_IDS,
+    DTYPE_IDS,
+    ROLE_IDS,
     SCALED_CODECS,
     TILE_FORMATS,
+    TILE_TOKENS,
 )
 from cute_kernels._runtime.launching import Kernels, address
 from cute_kernels._storage.channel_order import counted_tokens, dealt_apart
@@ -33,19 +34,19 @@ TOTALS = 4  # rows in all, rows of the longest tile, nonzeros, values that the c
 def rows_of_tile(padded_head_dim: int, kept: int, codec: str) -> int:
     """The most rows that a tile can need with `kept` nonzeros a token; 0: any number."""
     longest = min(kept * _C.format.CLASSES, padded_head_dim) if kept else padded_head_dim
-    return rows_before_values(padded_head_dim, codec) + _C.format.value_rows(longest, CODEC_CODES[codec])
+    return rows_before_values(padded_head_dim, codec) + _C.format.value_rows(longest, CODEC_IDS[codec])
 
 
 def rows_before_values(padded_head_dim: int, codec: str, tile_format: str = BITMAP) -> int:
     """Rows of a tile's metadata, bitmap and scales: under a bitmap those of a tile without a nonzero."""
     before = _C.format.scale_row(padded_head_dim, TILE_FORMATS[tile_format])
-    return before + _C.format.scale_rows(CODEC_CODES[codec])
+    return before + _C.format.scale_rows(CODEC_IDS[codec])
 
 
 def likely_rows_of_tile(padded_head_dim: int, kept: int, codec: str) -> int:
     """What tiles need on average, or some per cent more, if channels are independent of each other."""
     longest = kept + 3 + padded_head_dim // min(_C.format.HEAD_DIMS)
-    likely = rows_before_values(padded_head_dim, codec) + _C.format.value_rows(longest, CODEC_CODES[codec])
+    likely = rows_before_values(padded_head_dim, codec) + _C.format.value_rows(longest, CODEC_IDS[codec])
     return min(rows_of_tile(padded_head_dim, kept, codec), likely)
 
 
@@ -56,7 +57,7 @@ def empty_tensors(shape: Sequence[int], kept: int, codec: str, device: torch.dev
     """
     check_size(shape)
     batch, kv_heads, tokens, head_dim = shape
-    padded, tile_tokens = _C.format.padded_head_dim(head_dim), _C.format.TILE_TOKENS
+    padded, tile_tokens = _C.format.padded_head_dim(head_dim), TILE_TOKENS
     tiles = batch * kv_heads * tiles_per_head(tokens)
     rows = tiles * rows_of_tile(padded, kept, codec)
     if rows > MAX_ROWS:
@@ -85,7 +86,7 @@ def empty_tensors(shape: Sequence[int], kept: int, codec: str, device: torch.dev
 def pruned(kernels: Kernels, x: Tensor, kept: int, stream: int) -> Tensor:
     """A contiguous copy of x with the `kept` largest elements of every token; 0: every nonzero. The rest is +0."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    operand = address(x), x.stride()[:3], *x.shape, DTYPE_CODES[x.dtype]
+    operand = address(x), x.stride()[:3], *x.shape, DTYPE_IDS[x.dtype]
     kernels.module.select(*operand, kept, 0, 0, address(out), *_no_scales(kernels), stream)
     return out
 
@@ -109,14 +110,14 @@ def _empty_scales(x: Tensor, *shape: int) -> Tensor:
 
 def _empty_token_scales(x: Tensor) -> Tensor:
     """Those of `Scales.by_token`."""
-    return _empty_scales(x, x.shape[0] * x.shape[1] * tiles_per_head(x.shape[2]) * _C.format.TILE_TOKENS)
+    return _empty_scales(x, x.shape[0] * x.shape[1] * tiles_per_head(x.shape[2]) * TILE_TOKENS)
 
 
 def _empty_selection(x: Tensor) -> tuple[Tensor, Tensor]:
     """Masks and counts, as `select` returns them."""
     batch, kv_heads, tokens, head_dim = x.shape
     heads, padded = batch * kv_heads, _C.format.padded_head_dim(head_dim)
-    words = heads * tiles_per_head(tokens) * _C.format.TILE_TOKENS * padded // 32
+    words = heads * tiles_per_head(tokens) * TILE_TOKENS * padded // 32
     masks = torch.empty(words, dtype=torch.int32, device=x.device)
     return masks, torch.empty(heads, padded, dtype=torch.int32, device=x.device)
 
@@ -125,7 +126,7 @@ def channel_scales(kernels: Kernels, x: Tensor, stream: int, refused: Tensor | N
     """Those of `Scales.by_channel`. refused: of a GPU, is set to 0."""
     batch, kv_heads, _, head_dim = x.shape
     by_channel = _empty_scales(x, batch * kv_heads, _C.format.padded_head_dim(head_dim))
-    operand = address(x), x.stride()[:3], *x.shape, DTYPE_CODES[x.dtype]
+    operand = address(x), x.stride()[:3], *x.shape, DTYPE_IDS[x.dtype]
     sets = (0 if refused is None else address(refused),) if kernels.device.type == "cuda" else ()
     kernels.module.channel_scales(*operand, address(by_channel), *sets, stream)
     return by_channel
@@ -157,7 +158,7 @@ def _count_kept(kernels: Kernels, x: Tensor, kept: int, stream: int) -> Tensor:
         return select(kernels, x, kept, stream)[1]
     batch, kv_heads, _, head_dim = x.shape
     counts = torch.empty(batch * kv_heads, _C.format.padded_head_dim(head_dim), dtype=torch.int32, device=x.device)
-    operand = address(x), x.stride()[:3], *x.shape, DTYPE_CODES[x.dtype]
+    operand = address(x), x.stride()[:3], *x.shape, DTYPE_IDS[x.dtype]
     kernels.module.select(*operand, kept, 0, address(counts), 0, *_no_scales(kernels), stream)
     return counts
 
@@ -171,19 +172,19 @@ def select(
     """
     masks, counts = _empty_selection(x)
     scales = None if totals is None else Scales(_empty_scales(x, *counts.shape), _empty_token_scales(x))
-    operand = address(x), x.stride()[:3], *x.shape, DTYPE_CODES[x.dtype]
+    operand = address(x), x.stride()[:3], *x.shape, DTYPE_IDS[x.dtype]
     if kernels.device.type == "cuda":
         of_scales = _no_scales(kernels)
         if scales is not None and totals is not None:
             by_channel, by_token = address(scales.by_channel), address(scales.by_token)
-            of_scales = CODEC_CODES[codec], by_channel, by_token, address(totals[-1:])
+            of_scales = CODEC_IDS[codec], by_channel, by_token, address(totals[-1:])
         kernels.module.select(*operand, kept, address(masks), address(counts), 0, *of_scales, stream)
         return masks, counts, scales
     kernels.module.select(*operand, kept, address(masks), address(counts), 0, stream)
     if scales is not None and totals is not None:
         by_channel, by_token = address(scales.by_channel), address(scales.by_token)
         kernels.module.channel_scales(*operand, by_channel, stream)
-        scaling = CODEC_CODES[codec], by_channel, by_token
+        scaling = CODEC_IDS[codec], by_channel, by_token
         totals[-1] = kernels.module.token_scales(*operand, address(masks), *scaling, stream)
     return masks, counts, scales
 
@@ -196,15 +197,15 @@ def select_two_of_four(
     scales, of_scales = None, _no_scales(kernels)
     if totals is not None:
         scales = Scales(channel_scales(kernels, x, stream, totals[-1:]), _empty_token_scales(x))
-        of_scales = CODEC_CODES[codec], address(scales.by_channel), address(scales.by_token), address(totals[-1:])
+        of_scales = CODEC_IDS[codec], address(scales.by_channel), address(scales.by_token), address(totals[-1:])
     if role == "key":
         half = x.shape[3] // 2
         order, _ = order_channels(kernels, x, min(kept or half, half), True, stream)
     else:
         order = memory_order(x)
-    operand = address(x), x.stride()[:3], *x.shape, DTYPE_CODES[x.dtype]
+    operand = address(x), x.stride()[:3], *x.shape, DTYPE_IDS[x.dtype]
     kernels.module.select_two_of_four(
-        *operand, ROLE_CODES[role], address(order), kept, address(masks), address(counts), *of_scales, stream
+        *operand, ROLE_IDS[role], address(order), kept, address(masks), address(counts), *of_scales, stream
     )
     return masks, counts, scales
 
@@ -265,14 +266,14 @@ def offsets(
             address(counts),
             counts.shape[0],
             head_dim,
-            CODEC_CODES[codec],
+            CODEC_IDS[codec],
             TILE_FORMATS[tile_format],
             address(row_offsets),
             address(totals),
             stream,
         )
         return
-    code, padded, form = CODEC_CODES[codec], counts.shape[1], TILE_FORMATS[tile_format]
+    code, padded, form = CODEC_IDS[codec], counts.shape[1], TILE_FORMATS[tile_format]
     rows_of = torch.tensor([_C.format.value_rows(n, code, form) for n in range(padded + 1)], device="cpu")
     rows = rows_of[longest.long()] + rows_before_values(padded, codec, tile_format)
     ends = rows.cumsum(dim=0)

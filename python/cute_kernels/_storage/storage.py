@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_kernels._runtime.extension import _C, CODEC_CODES, DTYPE_CODES, ROLE_CODES, TILE_FORMATS, own_codec
+from cute_kernels._runtime.extension import _C, CODEC_IDS, DTYPE_IDS, ROLE_IDS, TILE_FORMATS
 from cute_kernels._runtime.launching import address
 
 TENSORS = ("blocks", "row_offsets", "token_order", "channel_order", "channel_scale")  # the last: codecs with scales
@@ -17,7 +17,7 @@ BITMAP, TWO_OF_FOUR, TWO_OF_FOUR_BITMAP = "bitmap", "two_of_four", "two_of_four_
 
 def refusal(name: str, values: int, codec: str) -> str:
     """The message for values that `codec` cannot store."""
-    what = "infinite" if _C.format.has_nan(CODEC_CODES[codec]) else "infinite or NaN"
+    what = "infinite" if _C.format.has_nan(CODEC_IDS[codec]) else "infinite or NaN"
     return f"{name} holds {values} values that are {what}, which codec '{codec}' cannot store"
 
 
@@ -31,7 +31,7 @@ class Storage:
     max_tile_rows: rows of the longest tile. nnz: nonzeros; None: not counted yet.
     totals: of a preallocated cache, `steps.TOTALS` numbers of its content, on the device. `blocks` and `max_tile_rows`
         are upper bounds then. keep: it takes caches of so many elements a token; 0: of any number.
-    last_call: what `sparse_attention` keeps of its last call with these keys, an `_attention.call.AttentionCall`.
+    last_call: what `sparse_attention` keeps of its last call with these keys, an `_attention.memo.AttentionCall`.
     """
 
     blocks: Tensor
@@ -64,11 +64,6 @@ class Storage:
     @property
     def padded_head_dim(self) -> int:
         return self.channel_order.shape[-1]
-
-    @property
-    def is_lossless(self) -> bool:
-        """Whether the codec stores every value of `dtype` bit for bit."""
-        return self.codec == own_codec(self.dtype)
 
     def tensors(self) -> dict[str, Tensor]:
         return {name: tensor for name in TENSORS if (tensor := getattr(self, name)) is not None}
@@ -111,9 +106,9 @@ class Storage:
             self._addresses = addresses
             self._view = _C.SparseView(
                 *addresses,
-                ROLE_CODES[self.role],
-                DTYPE_CODES[self.dtype],
-                CODEC_CODES[self.codec],
+                ROLE_IDS[self.role],
+                DTYPE_IDS[self.dtype],
+                CODEC_IDS[self.codec],
                 batch,
                 kv_heads,
                 tokens,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from cute_kernels._runtime.extension import _C, CODEC_CODES, ROLE_CODES, SCALED_CODECS, TILE_FORMATS
+from cute_kernels._runtime.extension import _C, CODEC_IDS, ROLE_IDS, SCALED_CODECS, TILE_FORMATS, TILE_TOKENS
 from cute_kernels._storage.storage import TWO_OF_FOUR, TWO_OF_FOUR_BITMAP, Storage
 
 _CHUNK_ELEMENTS = 1 << 22  # bounds the memory of a chunk's temporaries, some 100 bytes an element
@@ -22,7 +22,7 @@ _HALF_BITS = 16  # of a word: what each of its streams has with a codec of 16 bi
 
 
 def tiles_per_head(tokens: int) -> int:
-    return -(-tokens // _C.format.TILE_TOKENS)
+    return -(-tokens // TILE_TOKENS)
 
 
 @dataclass(frozen=True)
@@ -44,18 +44,18 @@ class TileLayout:
 @lru_cache(maxsize=64)
 @_disable_current_modes()  # tables that stay: they must not be a FakeTensorMode's
 def tile_layout(role: str, padded_head_dim: int, codec: str, device: torch.device) -> TileLayout:
-    lanes, code = _C.format.LANES, CODEC_CODES[codec]
-    position = (
-        torch.tensor(_C.format.element_table(ROLE_CODES[role], padded_head_dim), device="cpu").view(lanes, -1).t()
-    )
+    lanes, codec_id = _C.format.LANES, CODEC_IDS[codec]
+    position = torch.tensor(_C.format.element_table(ROLE_IDS[role], padded_head_dim), device="cpu").view(lanes, -1).t()
     elements = position.shape[0]
     return TileLayout(
         word=torch.arange(elements, device=device) // _C.format.WORD_ELEMENTS,
-        bit=torch.tensor([[_C.format.bitmap_bit(e, code)] for e in range(elements)], dtype=torch.int32, device=device),
+        bit=torch.tensor(
+            [[_C.format.bitmap_bit(e, codec_id)] for e in range(elements)], dtype=torch.int32, device=device
+        ),
         token=(position // padded_head_dim).to(device),
         channel=(position % padded_head_dim).to(device),
         bitmap_rows=_C.format.bitmap_rows(padded_head_dim),
-        scale_rows=_C.format.scale_rows(code),
+        scale_rows=_C.format.scale_rows(codec_id),
     )
 
 
@@ -107,16 +107,16 @@ class ValueLayout:
 @lru_cache(maxsize=64)
 @_disable_current_modes()
 def value_layout(codec: str, tile_format: str, device: torch.device) -> ValueLayout:
-    code = CODEC_CODES[codec]
-    streams = _C.format.value_streams(code, TILE_FORMATS[tile_format])
+    codec_id = CODEC_IDS[codec]
+    streams = _C.format.value_streams(codec_id, TILE_FORMATS[tile_format])
     if codec not in SCALED_CODECS:
-        return ValueLayout(_C.format.value_bits(code), streams, None, None, None)
-    index = [_C.format.scale_index(p) for p in range(_C.format.TILE_TOKENS)]
+        return ValueLayout(_C.format.value_bits(codec_id), streams, None, None, None)
+    index = [_C.format.scale_index(p) for p in range(TILE_TOKENS)]
     return ValueLayout(
-        _C.format.value_bits(code),
+        _C.format.value_bits(codec_id),
         streams,
-        torch.tensor(_C.format.number_table(code), dtype=torch.float32, device=device),
-        torch.tensor(_C.format.codes(code), dtype=torch.bool, device=device),
+        torch.tensor(_C.format.number_table(codec_id), dtype=torch.float32, device=device),
+        torch.tensor(_C.format.codes(codec_id), dtype=torch.bool, device=device),
         torch.tensor(index, device=device),
     )
 
@@ -131,7 +131,7 @@ def values_of(storage: Storage) -> ValueLayout:
 
 def chunks(storage: Storage) -> Iterator[tuple[int, int]]:
     tiles = storage.row_offsets.numel() - 1
-    step = max(1, _CHUNK_ELEMENTS // (_C.format.TILE_TOKENS * storage.padded_head_dim))
+    step = max(1, _CHUNK_ELEMENTS // (TILE_TOKENS * storage.padded_head_dim))
     for first in range(0, tiles, step):
         yield first, min(first + step, tiles)
 
@@ -196,7 +196,7 @@ class GroupLayout:
 @lru_cache(maxsize=64)
 @_disable_current_modes()
 def group_layout(role: str, padded_head_dim: int, device: torch.device) -> GroupLayout:
-    table = torch.tensor(_C.format.two_of_four_groups(ROLE_CODES[role], padded_head_dim), device="cpu")
+    table = torch.tensor(_C.format.two_of_four_groups(ROLE_IDS[role], padded_head_dim), device="cpu")
     return GroupLayout(table[:, :4].to(device), table[:, 4].to(device), table[:, 5].to(device))
 
 
@@ -216,16 +216,16 @@ class PairLayout:
 @lru_cache(maxsize=64)
 @_disable_current_modes()
 def pair_layout(role: str, padded_head_dim: int, codec: str, device: torch.device) -> PairLayout:
-    lanes, code = _C.format.LANES, CODEC_CODES[codec]
+    lanes, codec_id = _C.format.LANES, CODEC_IDS[codec]
     of_lane = len(group_layout(role, padded_head_dim, device).position) // lanes
-    places = [[_C.format.two_of_four_place(group, i, code) for i in range(2)] for group in range(of_lane)]
+    places = [[_C.format.two_of_four_place(group, i, codec_id) for i in range(2)] for group in range(of_lane)]
     row, bit = torch.tensor(places, device="cpu").repeat(lanes, 1, 1).unbind(-1)
-    first = _C.format.scale_row(padded_head_dim, TILE_FORMATS[TWO_OF_FOUR]) + _C.format.scale_rows(code)
+    first = _C.format.scale_row(padded_head_dim, TILE_FORMATS[TWO_OF_FOUR]) + _C.format.scale_rows(codec_id)
     lane = torch.arange(lanes, device="cpu").repeat_interleave(of_lane)
     return PairLayout(
         value_word=((first + row) * lanes + lane[:, None]).to(device),
         value_bit=bit.to(device),
-        rows=_C.format.two_of_four_rows(padded_head_dim, code),
+        rows=_C.format.two_of_four_rows(padded_head_dim, codec_id),
     )
 
 
@@ -274,14 +274,14 @@ class SlotLayout:
 @lru_cache(maxsize=64)
 @_disable_current_modes()
 def slot_layout(padded_head_dim: int, codec: str, device: torch.device) -> SlotLayout:
-    lanes, code = _C.format.LANES, CODEC_CODES[codec]
-    groups = _C.format.TILE_TOKENS * padded_head_dim // lanes // 4
-    places = [_C.format.slot_place(group, i, code) for group in range(groups) for i in range(2)]
+    lanes, codec_id = _C.format.LANES, CODEC_IDS[codec]
+    groups = TILE_TOKENS * padded_head_dim // lanes // 4
+    places = [_C.format.slot_place(group, i, codec_id) for group in range(groups) for i in range(2)]
     stream, row, bit = torch.tensor(places, device="cpu").unbind(-1)
     before = _C.format.scale_row(padded_head_dim, TILE_FORMATS[TWO_OF_FOUR_BITMAP])
     metadata_rows = before - (int(row.max()) + 1)
     word = (metadata_rows + row) * lanes + torch.arange(lanes, device="cpu")[:, None]
-    return SlotLayout(stream.to(device), word.to(device), bit.to(device), before + _C.format.scale_rows(code))
+    return SlotLayout(stream.to(device), word.to(device), bit.to(device), before + _C.format.scale_rows(codec_id))
 
 
 def slots_of(storage: Storage) -> SlotLayout:
@@ -350,7 +350,7 @@ def row_values(storage: Storage, rows: Tensor, value_row: Tensor) -> tuple[Tenso
 
 def orders(storage: Storage, first: int, last: int) -> tuple[Tensor, Tensor]:
     """token_order (tiles, 64) and channel_order (tiles, padded head dim) of a chunk's tiles, int64."""
-    token_order = storage.token_order.view(-1, _C.format.TILE_TOKENS)[first:last].long()
+    token_order = storage.token_order.view(-1, TILE_TOKENS)[first:last].long()
     return token_order, _of_heads(storage, storage.channel_order, first, last).long()
 
 
@@ -383,7 +383,7 @@ def operand(storage: Storage) -> Tensor:
     """(B, Hkv, T, D): what products multiply. Float32 of a codec with scales, exactly number * scales; else of the
     cache's dtype, bit for bit what is stored."""
     batch, kv_heads, tokens, head_dim = storage.shape
-    padded, tile_tokens = storage.padded_head_dim, _C.format.TILE_TOKENS
+    padded, tile_tokens = storage.padded_head_dim, TILE_TOKENS
     tiles = tiles_per_head(tokens)
     numbers = values_of(storage).numbers
     dtype = torch.int16 if numbers is None else torch.float32

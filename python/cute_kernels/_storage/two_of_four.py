@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cute_kernels._runtime.extension import _C, CODEC_CODES, DTYPE_CODES, ROLE_CODES, SCALED_CODECS
+from cute_kernels._runtime.extension import _C, CODEC_IDS, DTYPE_IDS, ROLE_IDS, SCALED_CODECS, TILE_TOKENS
 from cute_kernels._runtime.launching import Kernels, address, compression_kernels
 from cute_kernels._storage import steps, tile_reader
 from cute_kernels._storage.compressor import Cache, check_refused, name_of
@@ -28,7 +28,7 @@ class Channels:
         if self.scale is None:
             return None
         by_channel = torch.empty_like(self.scale).scatter_(-1, self.order.long(), self.scale)
-        by_token = torch.empty(tiles * _C.format.TILE_TOKENS, dtype=torch.bfloat16, device=self.order.device)
+        by_token = torch.empty(tiles * TILE_TOKENS, dtype=torch.bfloat16, device=self.order.device)
         return steps.Scales(by_channel.flatten(0, 1), by_token)
 
 
@@ -63,14 +63,14 @@ def write(
     and, if promised, nonzeros beyond two of four."""
     x, tiles = cache.x, cache.tiles
     batch, kv_heads, tokens, _ = x.shape
-    rows = _C.format.two_of_four_rows(cache.padded, CODEC_CODES[cache.codec])
+    rows = _C.format.two_of_four_rows(cache.padded, CODEC_IDS[cache.codec])
     if tiles * rows > MAX_ROWS:
         raise ValueError(
             f"{name_of(cache)} of shape {tuple(x.shape)} would take {tiles * rows} rows of 128 bytes, at most "
             f"{MAX_ROWS} can be addressed: compress it in parts"
         )
     if token_order is None:
-        token_order = torch.arange(_C.format.TILE_TOKENS, dtype=torch.uint8, device=x.device)
+        token_order = torch.arange(TILE_TOKENS, dtype=torch.uint8, device=x.device)
         token_order = token_order.expand(batch, kv_heads, tile_reader.tiles_per_head(tokens), -1).contiguous()
     storage = Storage(
         blocks=torch.empty(tiles * rows, _C.format.LANES, dtype=torch.int32, device=x.device),
@@ -135,15 +135,15 @@ def _pack(
     if kernels.device.type == "cuda":
         kernels.module.pack_two_of_four(address(x), x.stride()[:3], address(totals), promised, storage.view(), stream)
         return
-    operand = address(x), x.stride()[:3], *x.shape, DTYPE_CODES[x.dtype]
+    operand = address(x), x.stride()[:3], *x.shape, DTYPE_IDS[x.dtype]
     masks = torch.empty(x.shape[0] * x.shape[1] * x.shape[2] * cache.padded // 32, dtype=torch.int32, device=x.device)
     totals[1] = kernels.module.select_two_of_four(
-        *operand, ROLE_CODES[cache.role], address(order), 0, address(masks), stream
+        *operand, ROLE_IDS[cache.role], address(order), 0, address(masks), stream
     )
     by_token, scales = 0, channels.scales(cache.tiles)
     if scales is not None:
         by_token = address(scales.by_token)
         totals[0] = kernels.module.token_scales(
-            *operand, address(masks), CODEC_CODES[cache.codec], address(scales.by_channel), by_token, stream
+            *operand, address(masks), CODEC_IDS[cache.codec], address(scales.by_channel), by_token, stream
         )
     kernels.module.pack(address(x), x.stride()[:3], address(masks), by_token, storage.view(), stream)

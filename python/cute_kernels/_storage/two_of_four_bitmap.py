@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from cute_kernels._runtime.extension import _C, CODEC_CODES, DTYPE_CODES, ROLE_CODES, TILE_FORMATS
+from cute_kernels._runtime.extension import _C, CODEC_IDS, DTYPE_IDS, ROLE_IDS, TILE_FORMATS, TILE_TOKENS
 from cute_kernels._runtime.launching import Kernels, address, compression_kernels
 from cute_kernels._storage import steps, tile_reader
 from cute_kernels._storage.allocation import Unsized, allocate
@@ -40,7 +40,7 @@ def compress_caches(caches: list[Cache]) -> list[Storage]:
     x = caches[0].x
     check_size(x.shape)
     kernels = compression_kernels(x.device)
-    order_shape = (*x.shape[:2], tile_reader.tiles_per_head(x.shape[2]), _C.format.TILE_TOKENS)
+    order_shape = (*x.shape[:2], tile_reader.tiles_per_head(x.shape[2]), TILE_TOKENS)
     token_order = torch.empty(order_shape, dtype=torch.uint8, device=x.device)
     with kernels.launch() as stream:
         if not caches[0].tiles:
@@ -92,8 +92,8 @@ def select(
     batch, kv_heads, tokens, head_dim = x.shape
     totals = totals[-3:]
     longest = torch.empty(cache.tiles, dtype=torch.int32, device=x.device)
-    operand = address(x), x.stride()[:3], *x.shape, DTYPE_CODES[x.dtype]
-    role, codec, keep = ROLE_CODES[cache.role], CODEC_CODES[cache.codec], kept if kept < head_dim else 0
+    operand = address(x), x.stride()[:3], *x.shape, DTYPE_IDS[x.dtype]
+    role, codec, keep = ROLE_IDS[cache.role], CODEC_IDS[cache.codec], kept if kept < head_dim else 0
     if kernels.device.type == "cuda":
         words, count_bytes = kernels.module.slot_scratch(role, head_dim)
         masks = torch.empty(cache.tiles * words, dtype=torch.int32, device=x.device)
@@ -130,7 +130,7 @@ def choose_orders(
     operands = {"key": (0, 0, 0) if on_gpu else (0, 0, 0, 0)}
     operands["value"] = operands["key"]
     for cache, part in zip(caches, parts):
-        code, longest = CODEC_CODES[cache.codec], address(part.longest)
+        code, longest = CODEC_IDS[cache.codec], address(part.longest)
         if part.counts is not None:
             operands[cache.role] = address(part.counts), code, longest
         else:
@@ -148,7 +148,7 @@ def choose_orders(
         stream,
     )
     for cache, of_cache in zip(caches, totals):
-        of_cache[-3] = stored[ROLE_CODES[cache.role]]
+        of_cache[-3] = stored[ROLE_IDS[cache.role]]
 
 
 def _unsized(
@@ -180,10 +180,10 @@ def _unsized(
 
 def _likely_rows_of_tile(cache: Cache) -> int:
     """What tiles need on average, or some per cent more, if lanes have about as many values."""
-    mean = min(cache.kept, cache.padded // 2) * _C.format.TILE_TOKENS // _C.format.LANES
+    mean = min(cache.kept, cache.padded // 2) * TILE_TOKENS // _C.format.LANES
     longest = min(mean + 10, cache.padded)
     before = steps.rows_before_values(cache.padded, cache.codec, TWO_OF_FOUR_BITMAP)
-    return before + _C.format.value_rows(longest, CODEC_CODES[cache.codec], TILE_FORMATS[TWO_OF_FOUR_BITMAP])
+    return before + _C.format.value_rows(longest, CODEC_IDS[cache.codec], TILE_FORMATS[TWO_OF_FOUR_BITMAP])
 
 
 def pack_anywhere(

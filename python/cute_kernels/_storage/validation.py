@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cute_kernels._runtime.extension import _C, CODEC_CODES, TILE_FORMATS
+from cute_kernels._runtime.extension import _C, CODEC_IDS, TILE_FORMATS, TILE_TOKENS
 from cute_kernels._storage import tile_reader
 from cute_kernels._storage.storage import BITMAP, TWO_OF_FOUR, TWO_OF_FOUR_BITMAP, Storage
 
@@ -46,7 +46,7 @@ def check_size(shape: Sequence[int]) -> None:
     padded, tiles = _C.format.padded_head_dim(head_dim), tile_reader.tiles_per_head(tokens)
     if batch * kv_heads * tiles * _C.format.bitmap_rows(padded) > MAX_ROWS or max(batch, kv_heads) > MAX_ROWS:
         raise ValueError(f"shape: {tuple(shape)} has more tiles than row_offsets can count")
-    if math.prod(max(1, size) for size in (batch, kv_heads, tiles * _C.format.TILE_TOKENS, padded)) >= 2**63:
+    if math.prod(max(1, size) for size in (batch, kv_heads, tiles * TILE_TOKENS, padded)) >= 2**63:
         raise ValueError(f"shape: {tuple(shape)} has more elements than a tensor can address")
 
 
@@ -64,7 +64,7 @@ def check_tensors(storage: Storage) -> None:
     if padded == 0:
         raise ValueError(f"shape: D must be a multiple of 8, from 8 to {max(_C.format.HEAD_DIMS)}, got {head_dim}")
     check_size(storage.shape)
-    tiles, tile_tokens = tile_reader.tiles_per_head(tokens), _C.format.TILE_TOKENS
+    tiles, tile_tokens = tile_reader.tiles_per_head(tokens), TILE_TOKENS
     shapes = {
         "blocks": (storage.blocks.shape[0] if storage.blocks.dim() else 0, _C.format.LANES),
         "row_offsets": (batch * kv_heads * tiles + 1,),
@@ -88,9 +88,9 @@ def check_tensors(storage: Storage) -> None:
 
 def _check_row_offsets(storage: Storage) -> None:
     padded = storage.padded_head_dim
-    code = CODEC_CODES[storage.codec]
-    shortest = tile_reader.scale_row(storage) + _C.format.scale_rows(code)
-    longest = _C.format.max_tile_rows(padded, code, TILE_FORMATS[storage.tile_format])
+    codec_id = CODEC_IDS[storage.codec]
+    shortest = tile_reader.scale_row(storage) + _C.format.scale_rows(codec_id)
+    longest = _C.format.max_tile_rows(padded, codec_id, TILE_FORMATS[storage.tile_format])
     if storage.tile_format == TWO_OF_FOUR:
         shortest = longest
     offsets = storage.row_offsets.long()
@@ -131,7 +131,7 @@ def _outside(storage: Storage, first: int, last: int) -> tuple[Tensor, Tensor]:
     """(tiles, token positions) and (tiles, channel positions): which of them hold no token or channel of the cache."""
     token_order, channel_order = tile_reader.orders(storage, first, last)
     tile = torch.arange(first, last, device=storage.device) % storage.token_order.shape[2]
-    return token_order + _C.format.TILE_TOKENS * tile[:, None] >= storage.shape[2], channel_order >= storage.shape[3]
+    return token_order + TILE_TOKENS * tile[:, None] >= storage.shape[2], channel_order >= storage.shape[3]
 
 
 def _check_token_scales(storage: Storage, first: int, last: int) -> None:
@@ -192,7 +192,7 @@ def _check_streams(storage: Storage, first: int, last: int, counts: Tensor, has_
     codec = tile_reader.values_of(storage)
     begin = storage.row_offsets[first:last].long()
     end = storage.row_offsets[first + 1 : last + 1].long()
-    first_value_row = tile_reader.scale_row(storage) + _C.format.scale_rows(CODEC_CODES[storage.codec])
+    first_value_row = tile_reader.scale_row(storage) + _C.format.scale_rows(CODEC_IDS[storage.codec])
     value_rows = end - begin - first_value_row
     if bool((counts > codec.capacity(value_rows)[:, None, None]).any()):
         raise ValueError("blocks: a bitmap has more bits than its tile holds values")

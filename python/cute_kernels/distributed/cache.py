@@ -14,9 +14,9 @@ from cute_kernels._cache import checks as cache_checks
 from cute_kernels._cache.config import config
 from cute_kernels._cache.extend import runs
 from cute_kernels._cache.reference import attend_reference
-from cute_kernels._cache.sequences import TILE
 from cute_kernels._runtime import checks, gradients, ops
 from cute_kernels._runtime.backends import resolve
+from cute_kernels._runtime.extension import TILE_TOKENS
 from cute_kernels.distributed.attention import PendingAttention, ShardedAttention
 from cute_kernels.distributed.exchange import Parts
 from cute_kernels.distributed.ranks import Ranks
@@ -103,7 +103,12 @@ class ShardedKVCache:
         described = {name: _described(value) for name, value in (options | {"device": kind}).items()}
         self._ranks.agree("ShardedKVCache", described, heads=True)
         # Pages of one tile, as tiles go round.
-        fixed: dict[str, Any] = {"page_tokens": TILE, "max_append": TILE, "pool_tokens": None, "pool_bytes": None}
+        fixed: dict[str, Any] = {
+            "page_tokens": TILE_TOKENS,
+            "max_append": TILE_TOKENS,
+            "pool_tokens": None,
+            "pool_bytes": None,
+        }
         whole = config(**options, **fixed)
         self._ranks.check_device(whole.device)
         self._config = made_for = replace(whole, kv_heads=self._ranks.local_heads(whole.kv_heads))
@@ -141,13 +146,13 @@ class ShardedKVCache:
         (row,) = cache_checks.rows([checks.integer(sequence, "sequence")], "sequence", self.batch, "batch", 1)
         self._refresh("dense")
         state, ranks = self._table.rows[row], self.world_size
-        tiles = state.compressed // TILE
+        tiles = state.compressed // TILE_TOKENS
         share = -(-tiles // ranks)
         own = torch.stack(self._shard.load_own(row, tiles))  # (2, Hkv, tokens, D)
-        parts = own.new_zeros(ranks, 2, self.kv_heads, share * TILE, self.head_dim)
+        parts = own.new_zeros(ranks, 2, self.kv_heads, share * TILE_TOKENS, self.head_dim)
         parts[self.rank, :, :, : own.shape[2]] = own
         self._ranks.gather(parts.view(ranks, -1))
-        tiled = parts.view(ranks, 2, self.kv_heads, share, TILE, self.head_dim)
+        tiled = parts.view(ranks, 2, self.kv_heads, share, TILE_TOKENS, self.head_dim)
         k, v = tiled.permute(1, 2, 3, 0, 4, 5).flatten(2, 4)[:, :, : state.compressed]
         k, v = (torch.cat(pair, dim=1) for pair in zip((k, v), self._shard.window(row, state.window)))
         return k, v
@@ -158,7 +163,7 @@ class ShardedKVCache:
     def prefill(self, k: Tensor, v: Tensor, *, lengths: Sequence[int] | Tensor | None = None) -> None:
         """Fills empty sequences 0 .. B-1. Each rank compresses its own tiles.
 
-        k, v: (B, Hkv, T, D) of the cache's dtype, on its device, any strides but 1 in the last dimension; the same on
+        k, v: (B, Hkv, T, D) of the cache's dtype, on its device, stride 1 in the last dimension; the same on
             every rank along "cp". B says how many sequences there are, until `reset`.
         lengths: (B,) integers from 0 to T: of row b the last lengths[b] tokens count, those before are left padding.
             A tensor on a GPU takes a synchronisation.
@@ -180,7 +185,7 @@ class ShardedKVCache:
     def append(self, k: Tensor, v: Tensor, *, sequences: Sequence[int] | Tensor | None = None) -> None:
         """Adds n >= 1 tokens to every sequence: a prompt, a chunk of one, or a decoding step.
 
-        k, v: (B, Hkv, n, D) of the cache's dtype, on its device, any strides but 1 in the last dimension; the same on
+        k, v: (B, Hkv, n, D) of the cache's dtype, on its device, stride 1 in the last dimension; the same on
             every rank along "cp".
         sequences: distinct numbers of sequences, one for each row of k; None: 0, 1, ... to the last. The first call
             says how many there are, until `reset`.
@@ -232,7 +237,7 @@ class ShardedKVCache:
         parts = []
         for run in runs(rows, self._table.rows, tokens):
             compressed, _ = self._table.after(run.row, run.tokens)
-            parts.append((run, (compressed - run.compressed) // TILE))
+            parts.append((run, (compressed - run.compressed) // TILE_TOKENS))
         for run, tiles in parts:  # rules of the user's own may raise here; what is stored does not count yet
             self._shard.store(k, v, run, tiles)
         self._whole = False
@@ -268,7 +273,7 @@ class ShardedKVCache:
     ) -> Tensor | tuple[Tensor, Tensor] | PendingAttention:
         """softmax(scale * q K^T) V over all tokens of all ranks, causal among the newest.
 
-        q: (B, Hq, Sq, D) of the cache's dtype, on its device, any strides but 1 in the last dimension; the same on
+        q: (B, Hq, Sq, D) of the cache's dtype, on its device, stride 1 in the last dimension; the same on
             every rank along "cp". The Sq queries are those of the Sq newest tokens: at most `window` of them, or one.
         scale, return_lse, backend: as for `KVCache.attend`.
         async_op: return a `PendingAttention` once this rank's part is queued; its wait() gives the result, so that
@@ -337,15 +342,15 @@ class ShardedKVCache:
             attend_reference(q, [self._own(row) for row in range(q.shape[0])], scale, causal, parts.out, parts.lse)
         elif parts.out.numel():
             q = checks.plain(q)
-            tiles = [shard.share.tiles(state.compressed // TILE) for state in self._table.rows[: q.shape[0]]]
-            expected = max(tiles) * TILE, sum(tiles) * TILE
+            tiles = [shard.share.tiles(state.compressed // TILE_TOKENS) for state in self._table.rows[: q.shape[0]]]
+            expected = max(tiles) * TILE_TOKENS, sum(tiles) * TILE_TOKENS
             problem = shard.own_problem(q, scale, causal, expected=expected)
             launch_problem(problem, q, parts.out, parts.lse, name, lengths=shard.share.lengths)
 
     def _own(self, row: int) -> tuple[Tensor, Tensor]:
         """K and V of a sequence, those of this rank alone."""
         state = self._table.rows[row]
-        k, v = self._shard.load_own(row, state.compressed // TILE)
+        k, v = self._shard.load_own(row, state.compressed // TILE_TOKENS)
         if self._shard.has_window:
             k, v = (torch.cat(pair, dim=1) for pair in zip((k, v), self._shard.window(row, state.window)))
         return k, v

@@ -12,9 +12,8 @@ from cute_kernels._cache import extend, page_pool
 from cute_kernels._cache.config import CacheConfig
 from cute_kernels._cache.extend import Run
 from cute_kernels._cache.pool import Share
-from cute_kernels._cache.sequences import TILE
 from cute_kernels._cache.storage import CacheStorage
-from cute_kernels._runtime.extension import _C
+from cute_kernels._runtime.extension import _C, TILE_TOKENS
 
 
 class Shard(CacheStorage):
@@ -29,7 +28,7 @@ class Shard(CacheStorage):
     """
 
     def __init__(self, made_for: CacheConfig, rank: int, ranks: int) -> None:
-        assert made_for.page_tokens == TILE
+        assert made_for.page_tokens == TILE_TOKENS
         sequences, tiles = made_for.max_batch, made_for.pages_per_sequence
         share = -(-tiles // ranks)
         super().__init__(replace(made_for, pages=sequences * (share + 1)))
@@ -67,7 +66,7 @@ class Shard(CacheStorage):
         """As CacheStorage.store: of the tiles that get full, this rank's."""
         if tiles == 0:
             return
-        first = run.compressed // TILE
+        first = run.compressed // TILE_TOKENS
         mine = range((self.rank - first) % self.ranks, tiles, self.ranks)
         rows = self._numbers[run.row : run.row + run.count]
         old, new = extend.parts(self.windows, k, v, run)
@@ -102,18 +101,18 @@ class Shard(CacheStorage):
 def _tiles(old: Tensor, new: Tensor, wanted: range) -> Tensor:
     """Of the tiles that tokens old and new behind them make, (n, Hkv, tokens, D), those that are wanted."""
     held = old.shape[2]
-    mixed = [tile for tile in wanted if tile * TILE < held]  # with tokens of both
+    mixed = [tile for tile in wanted if tile * TILE_TOKENS < held]  # with tokens of both
     parts = []
     for tile in mixed:
-        begin, end = tile * TILE, (tile + 1) * TILE
+        begin, end = tile * TILE_TOKENS, (tile + 1) * TILE_TOKENS
         parts.append(old[:, :, begin:end])
         if end > held:
             parts.append(new[:, :, : end - held])
     if len(wanted) > len(mixed):
-        begin = wanted[len(mixed)] * TILE - held
-        whole = new[:, :, begin : (wanted[-1] + 1) * TILE - held]
+        begin = wanted[len(mixed)] * TILE_TOKENS - held
+        whole = new[:, :, begin : (wanted[-1] + 1) * TILE_TOKENS - held]
         if wanted.step > 1:
             # The last one may have no others behind it, so the stride is over what is there.
-            whole = whole.unflatten(2, (-1, TILE))[:, :, :: wanted.step].flatten(2, 3)
+            whole = whole.unflatten(2, (-1, TILE_TOKENS))[:, :, :: wanted.step].flatten(2, 3)
         parts.append(whole)
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)

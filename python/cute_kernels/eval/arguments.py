@@ -124,7 +124,7 @@ def _pruning(add: Callable[..., object]) -> None:
         "--cache",
         choices=models.CACHES,
         default="pruned",
-        help="pruned: dense memory, pruned values, every rule; sparse: the compressed cache and kernels, for rules "
+        help="pruned: a dense cache with zeros, every rule; sparse: the compressed cache and kernels, for rules "
         "that prune tile by tile (default: %(default)s)",
     )
 

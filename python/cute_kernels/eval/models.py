@@ -11,12 +11,11 @@ import torch
 
 from cute_kernels import rules
 from cute_kernels._runtime import checks
-from cute_kernels._runtime.extension import _C
+from cute_kernels._runtime.extension import TILE_TOKENS
 from cute_kernels.eval.baselines import BASELINES
 from cute_kernels.eval.settings import Setting, kept_elements
 
 CACHES = ("pruned", "sparse")
-TILE_TOKENS: int = _C.format.TILE_TOKENS
 GRANULARITY = {"pruned": 1, "sparse": TILE_TOKENS}  # of settings that name none
 CacheMaker = Callable[[], Any]
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cute_kernels._cache.page_config import TILE_TOKENS
-from cute_kernels._runtime.extension import SCALED_CODECS
+from cute_kernels._runtime.extension import SCALED_CODECS, TILE_TOKENS
 
 CODECS = tuple(sorted(SCALED_CODECS))
 _LARGEST = {"fp8": 448.0, "int8": 127.0, "int4": 7.0}

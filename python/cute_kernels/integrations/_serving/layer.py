@@ -37,7 +37,7 @@ class SparseKVLayer:
         self._bound = None
 
     def forward(self, step: Step, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, output: Tensor) -> None:
-        """query, output (tokens, Hq, D); key, value (tokens, Hkv, D), any strides but 1 in the last dimension.
+        """query, output (tokens, Hq, D); key, value (tokens, Hkv, D), stride 1 in the last dimension.
         kv_cache: bytes (blocks, Hkv, 1, bytes of a slot), contiguous. Output is written for the step's tokens alone."""
         pool = self.bind(kv_cache)
         for prompt in step.prompts:

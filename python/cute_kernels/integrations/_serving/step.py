@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cute_kernels.paged import TILE_TOKENS as BLOCK_TOKENS
+from cute_kernels._runtime.extension import TILE_TOKENS as BLOCK_TOKENS
 
 if TYPE_CHECKING:
     from cute_kernels.integrations._serving.layer import SparseKVLayer

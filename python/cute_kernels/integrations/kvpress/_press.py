@@ -12,11 +12,10 @@ from torch import Tensor, nn
 
 from cute_kernels import rules
 from cute_kernels._runtime import checks
-from cute_kernels._runtime.extension import _C
+from cute_kernels._runtime.extension import TILE_TOKENS
 from cute_kernels.rules import Rule
 
 OBSERVED_QUERIES = 32  # as in the sources of the rules
-TILE_TOKENS: int = _C.format.TILE_TOKENS
 
 
 @dataclass

@@ -12,7 +12,7 @@ from transformers.cache_utils import CacheLayerMixin
 from cute_kernels._attention import dense
 from cute_kernels._cache.rows import core_of
 from cute_kernels._runtime.backends import resolve
-from cute_kernels._runtime.extension import _C, CODEC_CODES, TILE_FORMATS
+from cute_kernels._runtime.extension import _C, CODEC_IDS, TILE_FORMATS
 from cute_kernels.distributed import ShardedKVCache
 from cute_kernels.integrations.transformers import _support
 from cute_kernels.integrations.transformers._attention import ForwardPass, NewTokens, dense_attention
@@ -307,7 +307,7 @@ class SparseLayer(CacheLayerMixin):
             return False
         if resolve(self.settings.backend, query.device) != "sm90":
             return False
-        return _C.cuda.has_prefill_kernel(CODEC_CODES[stored.key_codec], TILE_FORMATS[stored.tile_format])
+        return _C.cuda.has_prefill_kernel(CODEC_IDS[stored.key_codec], TILE_FORMATS[stored.tile_format])
 
     def _merged(self, kv: KVCache, query: Tensor, keys: Tensor, values: Tensor, scaling: float | None) -> Tensor:
         """Two parts, merged by their log-sum-exps: all that is cached, which every new token sees, and the new ones."""

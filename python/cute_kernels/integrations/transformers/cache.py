@@ -51,7 +51,7 @@ class SparseKVCache(Cache):
         channels to drop, or the number to keep, alike for keys and values or apart. With keep = head_dim nothing is
         lost. Each is one number for all layers, or a sequence of one number for each layer, or a mapping from layers'
         numbers to theirs. Layers that a mapping leaves out have None. A layer that has None of all four keeps every
-        nonzero.
+        nonzero that its rules allow.
     key_rule, value_rule: pruning rules, as `KVCache` takes them; of `cute_kernels.rules` those that prune tile by tile.
     codec, key_codec, value_codec: as `KVCache` takes them.
     window: so many newest tokens stay dense at least.
