@@ -92,9 +92,10 @@ def compress(
     tile_format: where the values are. "bitmap" takes every pattern. "two_of_four" is smaller and faster to multiply; it
         takes rule "2of4", or a cache that has the pattern already: at most two nonzeros in every four neighbouring
         channels of keys, or tokens of values, as they lie in memory, with method "magnitude" and neither sparsity nor
-        keep. "two_of_four_bitmap", of such a cache or rule "magnitude-2of4", stores nonzeros alone. GPUs have
-        kernels of `sparse_attention` for it, with narrow codecs, and no others; they are faster than those of "bitmap".
-        None: "two_of_four" for rule "2of4", unless out is given, else "bitmap".
+        keep. "two_of_four_bitmap", of such a cache or rule "magnitude-2of4", stores nonzeros alone. On GPUs
+        `sparse_attention` alone multiplies it, with narrow codecs, and faster than "bitmap"; `sparse_qk` and
+        `sparse_av` have kernels for it on CPUs only. None: "two_of_four" for rule "2of4", unless out is given, else
+        "bitmap".
     out: a cache from `SparseKV.preallocate` to fill and return, like x in shape, dtype and device, of the same role
         and codec, and preallocated for at least as many elements a token. Its tile format is "bitmap".
 

@@ -28,10 +28,10 @@ class KVCache(CacheRows):
         out = cache.attend(q)                # (B, Hkv, n, D) twice, then (B, Hq, Sq, D)
 
     New tokens enter a dense window. Where it holds `window` + 64 of them, the oldest 64 are pruned, packed and stored
-    as a tile, so that between `window` and `window` + 63 stay dense. A sequence does not depend on the chunks in which
-    its tokens came, but in the tile formats of two of four: there the tiles that are stored first, together, decide
-    which channels of keys are neighbours. Per-token magnitude pruning with a bitmap and packed nonzeros and a local
-    dense window is the method of Mustafar (arXiv 2505.22913).
+    as a tile, so that between `window` and `window` + 63 stay dense. What a rule keeps of a sequence does not depend on
+    the chunks in which its tokens came, but in the tile formats of two of four: there the tiles that are stored first,
+    together, decide which channels of keys are neighbours. Per-token magnitude pruning with a bitmap and packed
+    nonzeros and a local dense window is the method of Mustafar (arXiv 2505.22913).
 
     Tiles lie in pages of `page_tokens` tokens of one sequence, for all KV heads, keys and values. Copies of a sequence
     share pages by reference count; a page that is filled in part is copied before one of them writes to it.
@@ -74,8 +74,8 @@ class KVCache(CacheRows):
         Slots hold as much of a tile as the rule keeps on average (`Rule.mean_kept`).
         Where both are "2of4", or both "magnitude-2of4" with narrow codecs and at most 35 % kept, tiles are stored in
         the rule's tile format: kernels prune them, and channels of keys have the order of the sequence's first tiles.
-        All other rules but "magnitude" prune in torch operations: they may wait for the device. Only a cache with
-        "magnitude" for both can be captured in a CUDA graph.
+        All other rules but "magnitude" prune in torch operations, unless every nonzero is kept: they may wait for the
+        device. Only a cache with "magnitude", or with every nonzero kept, for both can be captured in a CUDA graph.
     codec, key_codec, value_codec: how nonzeros are stored, as for `compress_kv`; on a GPU keys and values alike. The
         first tile of a sequence decides its scales of channels. What a narrow codec cannot store is replaced and
         counted in `statistics`: infinity by the largest number of its sign, NaN, but for "fp8", by the least number.

@@ -34,7 +34,8 @@ class Part:
         return Channels(self.channels[sequences], scales)
 
     def choose(self, kernels: Kernels, cache: Cache, sequences: Tensor, stream: int) -> None:
-        """Orders of the sequences' channels by all of these tokens, or 2048 of a head; scales by the first tile."""
+        """Orders of the sequences' channels by these tokens, 2048 of a head at most, or as in memory for values of
+        exactly two of four; scales by the first tile."""
         chosen = two_of_four.choose_channels(kernels, cache, False, TILE_TOKENS, stream)
         self.channels[sequences] = chosen.order
         if self.scales is not None and chosen.scale is not None:

@@ -355,7 +355,8 @@ class SparseKVCache(Cache):
         return wanted if capacity is None else min(wanted, capacity - layer.seen + layer.evicted)
 
     def advance(self, columns: int) -> None:
-        """Replays of captured passes have appended so many columns, the capture itself not counted."""
+        """So many columns more than the host knows: of replays of a captured pass all but one, which was counted when
+        it was captured, though nothing ran."""
         for layer in self.layers:
             layer.seen += columns
 
