@@ -14,7 +14,7 @@ REWRITE = "python -m profiling.sass --write"
 Numbers = dict[str, int]
 
 # Ends the key of a kernel's other form. The compiler's front end (cicc) loads one of a few neighbouring words of shared
-# memory twice or not, by chance: runs of one command on one source differ.
+# memory twice or not, by chance: two compilations of one source may differ.
 OTHER_FORM = " or"
 
 

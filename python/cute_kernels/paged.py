@@ -376,8 +376,8 @@ def attend(
 
 
 def export(pool: Pool, sequence: int, first_tile: int, tiles: int) -> tuple[Tensor, Tensor]:
-    """Tiles of one sequence, decompressed: (k, v), each (Hkv, 64 * tiles, D): what was kept, bit for
-    bit with a 16-bit codec, rounded with a narrow one.
+    """Tiles of one sequence, decompressed: (k, v), each (Hkv, 64 * tiles, D): what was kept, bit for bit
+    with a 16-bit codec, rounded with a narrow one.
 
     Zeros for tiles without a page, and `pool.error` is set. Raises TypeError for a wrong class, ValueError for tiles
     that the page table does not have.

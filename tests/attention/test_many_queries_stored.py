@@ -279,7 +279,7 @@ def test_pages_and_ragged_queries(backend, head_dim, stored, rng):
 @pytest.mark.skipif(not hasattr(_C, "cuda"), reason="this build has no CUDA kernels")
 def test_which_caches_the_prefill_kernel_serves():
     """All that have kernels of attention."""
-    for name, code in TILE_FORMATS.items():
+    for name, tile_format in TILE_FORMATS.items():
         for codec in ("fp16", "bf16", *NARROW):
             served = name != "two_of_four_bitmap" or codec in NARROW
-            assert _C.cuda.has_prefill_kernel(CODEC_IDS[codec], code) == served, (name, codec)
+            assert _C.cuda.has_prefill_kernel(CODEC_IDS[codec], tile_format) == served, (name, codec)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cute_kernels._cache.page_config import MAX_APPEND
 from cute_kernels._runtime import checks
-from cute_kernels._runtime.extension import _C, LARGEST_HEAD_DIM, TILE_TOKENS
+from cute_kernels._runtime.extension import _C, HEAD_DIMS, LARGEST_HEAD_DIM, TILE_TOKENS
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64)
 
@@ -61,8 +61,7 @@ def layer_sizes(
     """Raises TypeError for a wrong class or dtype, ValueError for a wrong range."""
     heads = at_least(kv_heads, "kv_heads", 1)
     channels = checks.integer(head_dim, "head_dim")
-    padded = _C.format.padded_head_dim(channels) if abs(channels) < 2**31 else 0
-    if not padded:
+    if channels not in HEAD_DIMS:
         raise ValueError(f"head_dim must be a multiple of 8, from 8 to {LARGEST_HEAD_DIM}, got {channels}")
     checks.chosen_dtype(dtype, "dtype", checks.CACHE_DTYPES)
     both = checks.kept_elements(channels, sparsity, keep)
@@ -74,7 +73,7 @@ def layer_sizes(
     at_once = at_least(max_append, "max_append", 1)
     if at_once > MAX_APPEND:
         raise ValueError(f"max_append must be at most {MAX_APPEND}, got {at_once}")
-    return LayerSizes(heads, channels, padded, kept_k, kept_v, page, at_once)
+    return LayerSizes(heads, channels, _C.format.padded_head_dim(channels), kept_k, kept_v, page, at_once)
 
 
 def new_tokens(made_for: Sizes, k: Any, v: Any) -> None:

@@ -57,7 +57,7 @@ def empty_tensors(shape: Sequence[int], kept: int, codec: str, device: torch.dev
     """
     check_size(shape)
     batch, kv_heads, tokens, head_dim = shape
-    padded, tile_tokens = _C.format.padded_head_dim(head_dim), TILE_TOKENS
+    padded = _C.format.padded_head_dim(head_dim)
     tiles = batch * kv_heads * tiles_per_head(tokens)
     rows = tiles * rows_of_tile(padded, kept, codec)
     if rows > MAX_ROWS:
@@ -72,7 +72,7 @@ def empty_tensors(shape: Sequence[int], kept: int, codec: str, device: torch.dev
     tensors = {
         "blocks": torch.zeros(rows, _C.format.LANES, dtype=torch.int32, device=device),
         "row_offsets": torch.arange(tiles + 1, dtype=torch.int32, device=device) * rows_before_values(padded, codec),
-        "token_order": in_order(tile_tokens, batch, kv_heads, tiles_per_head(tokens)),
+        "token_order": in_order(TILE_TOKENS, batch, kv_heads, tiles_per_head(tokens)),
         "channel_order": in_order(padded, batch, kv_heads),
     }
     if codec in SCALED_CODECS:
@@ -273,8 +273,8 @@ def offsets(
             stream,
         )
         return
-    code, padded, form = CODEC_IDS[codec], counts.shape[1], TILE_FORMATS[tile_format]
-    rows_of = torch.tensor([_C.format.value_rows(n, code, form) for n in range(padded + 1)], device="cpu")
+    codec_id, padded, form = CODEC_IDS[codec], counts.shape[1], TILE_FORMATS[tile_format]
+    rows_of = torch.tensor([_C.format.value_rows(n, codec_id, form) for n in range(padded + 1)], device="cpu")
     rows = rows_of[longest.long()] + rows_before_values(padded, codec, tile_format)
     ends = rows.cumsum(dim=0)
     row_offsets[0] = 0

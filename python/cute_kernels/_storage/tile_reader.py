@@ -383,11 +383,11 @@ def operand(storage: Storage) -> Tensor:
     """(B, Hkv, T, D): what products multiply. Float32 of a codec with scales, exactly number * scales; else of the
     cache's dtype, bit for bit what is stored."""
     batch, kv_heads, tokens, head_dim = storage.shape
-    padded, tile_tokens = storage.padded_head_dim, TILE_TOKENS
+    padded = storage.padded_head_dim
     tiles = tiles_per_head(tokens)
     numbers = values_of(storage).numbers
     dtype = torch.int16 if numbers is None else torch.float32
-    dense = torch.zeros(batch * kv_heads * tiles, tile_tokens * padded, dtype=dtype, device=storage.device)
+    dense = torch.zeros(batch * kv_heads * tiles, TILE_TOKENS * padded, dtype=dtype, device=storage.device)
     for first, last in chunks(storage):
         token_order, channel_order = orders(storage, first, last)
         codes, is_stored, token, channel = _stored(storage, first, last)
@@ -400,7 +400,7 @@ def operand(storage: Storage) -> Tensor:
             # Twice: an element without a value has a code of 0, which may be no code.
             elements = torch.where(is_stored, numbers[codes] * of_token * of_channel, 0.0)
         dense[first:last].scatter_(1, index, elements)
-    dense = dense.view(batch, kv_heads, tiles * tile_tokens, padded)[:, :, :tokens, :head_dim].contiguous()
+    dense = dense.view(batch, kv_heads, tiles * TILE_TOKENS, padded)[:, :, :tokens, :head_dim].contiguous()
     return dense if numbers is not None else dense.view(storage.dtype)
 
 

@@ -130,11 +130,11 @@ def choose_orders(
     operands = {"key": (0, 0, 0) if on_gpu else (0, 0, 0, 0)}
     operands["value"] = operands["key"]
     for cache, part in zip(caches, parts):
-        code, longest = CODEC_IDS[cache.codec], address(part.longest)
+        codec_id, longest = CODEC_IDS[cache.codec], address(part.longest)
         if part.counts is not None:
-            operands[cache.role] = address(part.counts), code, longest
+            operands[cache.role] = address(part.counts), codec_id, longest
         else:
-            operands[cache.role] = address(part.masks), code, address(part.channels.order), longest
+            operands[cache.role] = address(part.masks), codec_id, address(part.channels.order), longest
     if on_gpu:
         kernels.module.order_slots(*operands["key"], *operands["value"], cache.tiles, address(token_order), stream)
         return

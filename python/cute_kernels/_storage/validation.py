@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cute_kernels._runtime.extension import _C, CODEC_IDS, TILE_FORMATS, TILE_TOKENS
+from cute_kernels._runtime.extension import _C, CODEC_IDS, HEAD_DIMS, LARGEST_HEAD_DIM, TILE_FORMATS, TILE_TOKENS
 from cute_kernels._storage import tile_reader
 from cute_kernels._storage.storage import BITMAP, TWO_OF_FOUR, TWO_OF_FOUR_BITMAP, Storage
 
@@ -60,15 +60,15 @@ def check_tensors(storage: Storage) -> None:
         if not torch.compiler.is_compiling() and tensor.is_neg():  # a compiler cannot trace is_neg
             raise ValueError(f"{name}: must not have a pending negation, got a tensor with is_neg()")
     batch, kv_heads, tokens, head_dim = storage.shape
-    padded = _C.format.padded_head_dim(head_dim) if head_dim < 2**31 else 0
-    if padded == 0:
-        raise ValueError(f"shape: D must be a multiple of 8, from 8 to {max(_C.format.HEAD_DIMS)}, got {head_dim}")
+    if head_dim not in HEAD_DIMS:
+        raise ValueError(f"shape: D must be a multiple of 8, from 8 to {LARGEST_HEAD_DIM}, got {head_dim}")
+    padded = _C.format.padded_head_dim(head_dim)
     check_size(storage.shape)
-    tiles, tile_tokens = tile_reader.tiles_per_head(tokens), TILE_TOKENS
+    tiles = tile_reader.tiles_per_head(tokens)
     shapes = {
         "blocks": (storage.blocks.shape[0] if storage.blocks.dim() else 0, _C.format.LANES),
         "row_offsets": (batch * kv_heads * tiles + 1,),
-        "token_order": (batch, kv_heads, tiles, tile_tokens),
+        "token_order": (batch, kv_heads, tiles, TILE_TOKENS),
         "channel_order": (batch, kv_heads, padded),
         "channel_scale": (batch, kv_heads, padded),
     }

@@ -11,7 +11,7 @@ import torch
 from cute_kernels._cache import tile_rules
 from cute_kernels._runtime import checks
 from cute_kernels._runtime.backends import check_name, resolve
-from cute_kernels._runtime.extension import _C
+from cute_kernels._runtime.extension import HEAD_DIMS, LARGEST_HEAD_DIM
 from cute_kernels._runtime.launching import compression_kernels
 from cute_kernels._storage.checks import chosen_codec
 from cute_kernels.distributed.ranks import HEADS, Ranks
@@ -126,8 +126,8 @@ def check_attention(config: Any) -> int:
     if not getattr(config, "is_causal", True):
         raise ValueError(f"{config.model_type} is configured with is_causal=False; a cache needs causal attention")
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if not 0 < head_dim <= max(_C.format.HEAD_DIMS) or head_dim % 8:
-        raise ValueError(f"head_dim must be a multiple of 8, from 8 to {max(_C.format.HEAD_DIMS)}, got {head_dim}")
+    if head_dim not in HEAD_DIMS:
+        raise ValueError(f"head_dim must be a multiple of 8, from 8 to {LARGEST_HEAD_DIM}, got {head_dim}")
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", heads)
     if heads % kv_heads:
