@@ -2,10 +2,11 @@
 //
 // A lane's streams have words of their own in turn, in the lane's own column of the block (bank = lane: no conflicts at
 // any row). Four consecutive elements of a stream, a quad, are two registers; their bits lie 4 apart in half a bitmap
-// word. Of slots (SlotDecoder) a lane has one stream, to which both quads of an atom belong. One product of them says everything: its low half is the selector with which prmt puts the stream's next values
-// in their places, and something that stands for nothing where a bit is not set; its top four bits are how many values
-// that took. The next values are found by shifting two words of the stream together. The work is the same whatever the
-// density. Of what is read behind a stream's end nothing is used.
+// word. Of slots (SlotDecoder) a lane has one stream, to which both quads of an atom belong. One product of them says
+// everything: its low half is the selector with which prmt puts the stream's next values in their places, and something
+// that stands for nothing where a bit is not set; its top four bits are how many values that took. The next values are
+// found by shifting two words of the stream together. The work is the same whatever the density. Of what is read behind
+// a stream's end nothing is used.
 #pragma once
 
 #include <cstdint>
@@ -25,8 +26,11 @@ struct NarrowDecoder {
   static constexpr int kRowsBehind = Codec::kRowsBehind;
 
   struct Cursor {
-    uint32_t words;                        // shared-memory address of the lane's first value word
-    uint32_t taken[Codec::kStreams] = {};  // values of each stream
+    uint32_t words;                       // shared-memory address of the lane's first value word
+    uint32_t bits[Codec::kStreams] = {};  // of each stream, before its next value
+
+    CUTE_DEVICE void skip(int stream, uint32_t values) { bits[stream] += values * Codec::kValueBits; }
+    CUTE_DEVICE int taken(int stream) const { return static_cast<int>(bits[stream] / Codec::kValueBits); }
   };
 
   // Where the lane's values begin in one of kParts equal parts of the tile's elements: counts of the words before it.
@@ -40,10 +44,10 @@ struct NarrowDecoder {
       for (int i = 0; i < (kParts - 1) * kWords; ++i) {
         uint32_t word = i / kWords < part ? ptx::load_shared_u32(lane_column + i * format::kRowBytes) : 0;
         if constexpr (Codec::kStreams == 1) {
-          at.taken[0] += __popc(word);
+          at.skip(0, __popc(word));
         } else {
-          at.taken[0] += __popc(word & TileFormat::stream_bits(0));
-          at.taken[1] += __popc(word & TileFormat::stream_bits(1));
+          at.skip(0, __popc(word & TileFormat::stream_bits(0)));
+          at.skip(1, __popc(word & TileFormat::stream_bits(1)));
         }
       }
     } else if constexpr (kParts > 1) {
@@ -54,10 +58,10 @@ struct NarrowDecoder {
           uint32_t word0 = ptx::load_shared_u32(lane_column + word * format::kRowBytes);
           uint32_t word1 = kWords < 2 ? 0 : ptx::load_shared_u32(lane_column + (word + 1) * format::kRowBytes);
           if constexpr (Codec::kStreams == 1) {
-            at.taken[0] += __popc(word0) + (kWords < 2 ? 0 : __popc(word1));
+            at.skip(0, __popc(word0) + (kWords < 2 ? 0 : __popc(word1)));
           } else {  // both streams of two words, each in a word of its own
-            at.taken[0] += __popc(ptx::blend(word0, word1 << 1, TileFormat::stream_bits(0)));
-            at.taken[1] += __popc(ptx::blend(word0, word1 >> 1, TileFormat::stream_bits(1)));
+            at.skip(0, __popc(ptx::blend(word0, word1 << 1, TileFormat::stream_bits(0))));
+            at.skip(1, __popc(ptx::blend(word0, word1 >> 1, TileFormat::stream_bits(1))));
           }
         }
       }
@@ -112,8 +116,11 @@ struct NarrowDecoder {
   // The bits of a quad, 4 apart: the rank of a value among the quad's where its bit is set, or 4 to 7; in the top four
   // bits, how many are set.
   CUTE_DEVICE static uint32_t quad(uint32_t word, int atom, int stream) {
-    int shift = 16 * (atom / 2) + 2 * (atom % 2) + stream;
-    return (word >> shift & 0x1111u) * 0x1111110cu + 0x4444u;
+    constexpr uint32_t kFactor = 0x1111110cu;  // a multiple of 4: for bits one or two places up no shift is needed
+    int place = 2 * (atom % 2) + stream;
+    uint32_t half = word >> 16 * (atom / 2);
+    uint32_t product = place < 3 ? (half & 0x1111u << place) * (kFactor >> place) : (half >> 3 & 0x1111u) * kFactor;
+    return product + 0x4444u;
   }
 
   // A stream's elements of two atoms, from r(first + 4 * atom) on, or all of one atom. The next eight values serve both
@@ -124,8 +131,8 @@ struct NarrowDecoder {
                        kWord = Codec::kWordRows * format::kRowBytes;  // to the next word
     uint32_t product = quad(word, atom, S), product1 = kAtoms == 2 ? quad(word, atom + 1, S) : quad(word, atom, 1),
              count = product >> 28;
-    uint32_t whole = at.taken[S] & ~(Codec::kWordValues - 1u), shift = at.taken[S] * Codec::kValueBits;
-    uint32_t address = ptx::multiply_add(whole, kWord / Codec::kWordValues, at.words);
+    uint32_t shift = at.bits[S];  // of which funnel shifts take what is beyond whole words
+    uint32_t address = ptx::multiply_add(shift & ~31u, kWord / 32, at.words);
     uint32_t word0 = ptx::load_shared_word<kFirst>(address), word1 = ptx::load_shared_word<kFirst + kWord>(address);
     uint32_t low = __funnelshift_r(word0, word1, shift), bytes, bytes1;
     if constexpr (Codec::kValueBits == 8) {
@@ -137,7 +144,7 @@ struct NarrowDecoder {
       bytes = ptx::permute_bytes(even, odd, 0x5140u);
       bytes1 = ptx::permute_bytes(even, odd, 0x73625140u >> (4 * count));
     }
-    at.taken[S] += count + (product1 >> 28);
+    at.skip(S, count + (product1 >> 28));
     int to = first + 4 * atom + 2 * S, to1 = to + 2 * kAtoms;
     to_halves(ptx::permute_bytes(bytes, kNothing, product), r(to), r(to + 1));
     to_halves(ptx::permute_bytes(bytes1, kNothing, product1), r(to1), r(to1 + 1));

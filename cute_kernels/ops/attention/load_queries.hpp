@@ -174,23 +174,23 @@ CUTE_DEVICE void load_scaled_queries(Params const& params, Worker<Traits> const&
     if (lane == own.row(n)) of_lane = __uint_as_float(of_warp);
   }
   if (lane < Traits::kN) shared_p.number_of_row(worker.part, lane) = of_lane;
-  worker.sync();  // all queries have been read
-  auto shift_of_row = [&](int row) {
-    float largest = 0;
-    CUTE_UNROLL
-    for (int warp = 0; warp < Traits::kWorkerWarps; ++warp) largest = fmaxf(largest, shared_p.number_of_row(warp, row));
-    return mma::shift_of(largest);
-  };
+  worker.sync();     // all queries have been read
+  float of_row = 0;  // of row lane % kN
+  CUTE_UNROLL
+  for (int warp = 0; warp < Traits::kWorkerWarps; ++warp)
+    of_row = fmaxf(of_row, shared_p.number_of_row(warp, lane % Traits::kN));
+  int shift = mma::shift_of(of_row);
   float factor[own.kOwnRows];
   CUTE_UNROLL
-  for (int n = 0; n < own.kOwnRows; ++n) factor[n] = mma::power_of_two_float(shift_of_row(own.row(n)));
+  for (int n = 0; n < own.kOwnRows; ++n) factor[n] = mma::power_of_two_float(__shfl_sync(~0u, shift, own.row(n)));
   own.for_each([&](int i, int n) {
     float2 product = products[i][n];
     reinterpret_cast<uint32_t*>(shared_p.query(own.row(n)))[own.column(i) / 2] =
         to_pair<Element>(product.x * factor[n], product.y * factor[n]);
   });
   CUTE_UNROLL
-  for (int i = 0; i < kRows; ++i) undo[i] = mma::power_of_two_float(-shift_of_row(i / 2 * 8 + 2 * (lane % 4) + i % 2));
+  for (int i = 0; i < kRows; ++i)
+    undo[i] = mma::power_of_two_float(-__shfl_sync(~0u, shift, i / 2 * 8 + 2 * (lane % 4) + i % 2));
   worker.sync();
   load_ordered_queries(shared_p, tCrB);
 }

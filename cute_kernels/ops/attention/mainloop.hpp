@@ -82,19 +82,19 @@ CUTE_DEVICE void store_empty_partial(int part, typename Traits::Partial* to) {
   if (thread < Traits::kN) to->rows[thread] = make_float2(-INFINITY, 0);
 }
 
-// The scales of a tile's keys, and those of its values, at this warp's tokens. Both come with the keys.
+// The scales of a tile's keys, and those of its values, at this warp's tokens.
 template <class Traits>
 CUTE_DEVICE auto key_scales(Stage const& keys, int part) {
   constexpr int kBefore = Traits::TileFormat::scale_row(Traits::kHeadDim) * format::kRowBytes;
   return mma::LaneScales<Traits::kOwnTokenBlocks>(keys.block + kBefore, part * Traits::kOwnTokenBlocks);
 }
 template <class Traits>
-CUTE_DEVICE ScaledValues<Traits> value_scales(Stage const& keys, TokenOrders const& orders, int part,
+CUTE_DEVICE ScaledValues<Traits> value_scales(uint8_t const* row, TokenOrders const& orders, int part,
                                               SharedP<Traits>& shared_p) {
   if constexpr (Traits::kSeparateOrders) {
-    if (orders.keys) return {shared_p.reorder_scales(keys.value_scales, orders, part)};
+    if (orders.keys) return {shared_p.reorder_scales(row, orders, part)};
   }
-  return {mma::LaneScales<Traits::kOwnTokenBlocks>(keys.value_scales, part * Traits::kOwnTokenBlocks)};
+  return {mma::LaneScales<Traits::kOwnTokenBlocks>(row, part * Traits::kOwnTokenBlocks)};
 }
 
 // sB: Q or P. used(): all loads from the stage are done.
@@ -191,9 +191,11 @@ CUTE_DEVICE void attend(Params const& params, typename Traits::Schedule const& s
     } else {
       load_queries(worker, shared_p, channel_order(params.keys, work_tile), tCrQ);
     }
-    int first_compressed = work_tile.window_end(), seen_by_all = Mask(params, work_tile).seen_by_all();
+    int first_compressed = work_tile.window_end();
+    uint32_t first_masked = Mask(params, work_tile).first_masked_tile();
     // Of many rows they take too many registers: looked up where they are needed.
     constexpr bool kHoldsLimits = Traits::kN == 8;
+    ptx::forget(first_masked);
     cute::array<int, kHoldsLimits ? 2 * Traits::kRowBlocks : 0> limits;
     if constexpr (kHoldsLimits) limits = Mask(params, work_tile).template limits<Traits>(false);
     CUTE_NO_UNROLL
@@ -212,7 +214,7 @@ CUTE_DEVICE void attend(Params const& params, typename Traits::Schedule const& s
         softmax.scale(tCrS, key_scales<Traits>(keys, worker.part), row_scale);
       else
         softmax.scale(tCrS, params.scale_log2);
-      if (first_token + format::kTileTokens > seen_by_all) {
+      if (tile >= static_cast<int>(first_masked)) {
         ptx::keep_branch();
         auto token_at = [&](int position) { return first_token + keys.token_order[position]; };
         if constexpr (!kHoldsLimits)
@@ -225,7 +227,8 @@ CUTE_DEVICE void attend(Params const& params, typename Traits::Schedule const& s
       [[maybe_unused]] int buffer = 0;
       TokenOrders orders = separate_orders ? TokenOrders{keys.token_order, keys.value_order} : TokenOrders{};
       if constexpr (Traits::kHasScales)
-        softmax.step(tCrS, orders, tCrP, tCrO, value_scales<Traits>(keys, orders, worker.part, shared_p));
+        softmax.step(tCrS, orders, tCrP, tCrO,
+                     value_scales<Traits>(pipeline.value_scales(keys), orders, worker.part, shared_p));
       else if constexpr (Traits::kByWarpgroup)
         buffer = softmax.template store<Element>(tCrS, orders, tCrO);
       else

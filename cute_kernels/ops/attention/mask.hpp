@@ -17,6 +17,9 @@ class Mask {
     return work_tile_.tokens + min(0, work_tile_.window_tokens - newest);
   }
 
+  // The KV tile from which on some row may not see all tokens.
+  CUTE_DEVICE int first_masked_tile() const { return work_tile_.window_end() + seen_by_all() / format::kTileTokens; }
+
   // Tokens that the rows of a lane's logits see, of the compressed ones or of the window.
   template <class Traits>
   CUTE_DEVICE cute::array<int, 2 * Traits::kRowBlocks> limits(bool in_window) const {

@@ -45,7 +45,18 @@ struct ThresholdOfEachRow {
   // Above it an exponent is looked at more closely.
   CUTE_DEVICE float lowest(int i) const { return of_row[i]; }
 };
-// The same in one register, which takes longer for all rows until each has seen one.
+// The same where values have scales: of products, above which exponents are looked at more closely.
+template <int kRows>
+struct ThresholdOfProducts {
+  float of_row[kRows];
+
+  CUTE_DEVICE void reset(int i) { of_row[i] = 0; }
+  CUTE_DEVICE void see(int i) { of_row[i] = kLargestProduct; }
+  CUTE_DEVICE float operator[](int i) const { return of_row[i] > 0 ? kRescaleThreshold : -INFINITY; }
+  CUTE_DEVICE float lowest(int i) const { return (*this)[i]; }
+  CUTE_DEVICE float product(int i) const { return of_row[i]; }
+};
+// The same of exponents in one register, which takes longer for all rows until each has seen one.
 template <int kRows>
 struct ThresholdOfAllRows {
   static constexpr uint32_t kAll = (1u << kRows) - 1;
@@ -145,7 +156,9 @@ class OnlineSoftmax {
   int buffer_ = 0;
   // Of rows 8 n + 2 (lane % 4) + {0, 1}; sums are of this lane's tokens.
   float row_max_[kRows];
-  std::conditional_t<Traits::kByWarpgroup, ThresholdOfAllRows<kRows>, ThresholdOfEachRow<kRows>> threshold_;
+  std::conditional_t<Traits::kByWarpgroup, ThresholdOfAllRows<kRows>,
+                     std::conditional_t<Traits::kHasScales, ThresholdOfProducts<kRows>, ThresholdOfEachRow<kRows>>>
+      threshold_;
   float row_sum_[kRows];
 
   template <class FragmentS, class F>
@@ -185,8 +198,7 @@ class OnlineSoftmax {
             p[i] = ptx::exp2_approximate(tCrS(make_coord(i, j), m, n));
             sum[2 * n + i] += p[i];
             p[i] = values.scaled(p[i], m, j);
-            if constexpr (Values::kScaled)
-              rises |= p[i] >= (threshold_[2 * n + i] == -INFINITY ? 0.f : kLargestProduct);
+            if constexpr (Values::kScaled) rises |= p[i] >= threshold_.product(2 * n + i);
           }
           SM75_U32x1_MOVM_T::copy(to_pair<Element>(p[0], p[1], dtype), pairs(j, n, m));
         }

@@ -8,9 +8,9 @@ namespace cute_kernels::attention {
 
 struct Stage {
   uint8_t* block;
-  uint8_t* token_order;   // of keys; of values where Params::zero_masked
+  uint8_t* token_order;   // of keys where it is needed; of values where Params::zero_masked
   uint8_t* value_order;   // beside the keys' where Params::separate_orders
-  uint8_t* value_scales;  // beside the keys: a row of scales; of a codec with scales
+  uint8_t* value_scales;  // beside the keys, of a codec with scales: a row of them (sm80)
 
   CUTE_DEVICE Stage(pipeline::Stages const& stages, uint8_t* data)
       : block(data),

@@ -50,7 +50,7 @@ struct ValueColumn {
     auto last = mma::Decoder<TileFormat, typename Traits::Codec>::template first<Traits::kHeadDim, 2>(
         column, 2);  // behind both
     if constexpr (Codec::kIsNarrow) {
-      int rows = Codec::value_rows(static_cast<int>(max(last.taken[0], last.taken[Codec::kStreams - 1])));
+      int rows = Codec::value_rows(max(last.taken(0), last.taken(Codec::kStreams - 1)));
 #pragma unroll 4
       for (uint32_t at = begin; at < begin + rows * format::kRowBytes; at += format::kRowBytes)
         found.add(ptx::load_shared_u32(at));

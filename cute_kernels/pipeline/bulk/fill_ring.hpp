@@ -2,17 +2,32 @@
 // an SM's share of the memory bandwidth.
 #pragma once
 
+#include <cstring>  // memcpy
+#include <cute/arch/cluster_sm90.hpp>
+#include <type_traits>
+
 #include "cute_kernels/pipeline/bulk/ring.hpp"
 
 namespace cute_kernels::pipeline {
 
-// Tiles of a CTA in flight at most. Memory serves all requests at once: the fewer there are, the sooner the first tiles
-// are complete.
-inline constexpr int kTilesInFlight = 12;
-static_assert(kTilesInFlight % (kMaxProducers * (kMaxProducers - 1)) == 0);  // so that a producer waits for its own
+// What another lane has, of a type of plain words.
+template <class T>
+CUTE_DEVICE T of_lane(T const& x, int lane) {
+  static_assert(sizeof(T) % sizeof(uint32_t) == 0 && std::is_trivially_copyable_v<T>);
+  uint32_t words[sizeof(T) / sizeof(uint32_t)];
+  memcpy(words, &x, sizeof x);
+  CUTE_UNROLL
+  for (uint32_t& word : words) word = __shfl_sync(~0u, word, lane);
+  T result;
+  memcpy(&result, words, sizeof x);
+  return result;
+}
 
 // As many iterations for every worker; where a worker has no tile for an iteration, the stage arrives empty.
-// TileLoad(args..., number) looks up where a tile lies, every lane one ahead of time;
+// TileLoad(args..., number) looks up where a tile lies, every lane one ahead of time; plain words;
+//   int first_in_flight(RingShape const&)  tiles of the CTA in flight until the ring has been filled once: memory serves
+//     all requests at once, and the fewer there are, the sooner the first tiles are complete. Producers divide it, for
+//     each waits for its own tiles: of another's it would not see every phase
 //   void load(args..., uint8_t* stage, Barrier& full)  in one lane, starts the copies
 template <class TileLoad, class... Args>
 CUTE_DEVICE void fill_ring(StageRing const& ring, int producer, int iterations, Args const&... args) {
@@ -20,23 +35,25 @@ CUTE_DEVICE void fill_ring(StageRing const& ring, int producer, int iterations, 
   if (producer >= producers) return ring.arrive();
   int fresh = min(ring.shape.producer_stages, 31);  // copies after which the first have to be waited for
   TileLoad mine, next;
+  RingIndex at{producer, 0};
   // From `fresh` of the 32 before the first, so that lookups are in one place: code is small, or late to arrive.
   for (int i = fresh, first = producer - 32 * producers; first < end; first += 32 * producers, i = 0) {
     mine = next;
     CUTE_NO_UNROLL
     for (; i < 32 && first + i * producers < end; ++i) {
-      __syncwarp();  // a lane that still issues must not be left behind by lanes that wait
       if (i == fresh) next = TileLoad(args..., first + (32 + lane) * producers);
       if (first < 0) {
         ring.join();
         break;
       }
-      RingIndex at = ring.index_of(first + i * producers), landing{at.stage - kTilesInFlight, at.use};
+      TileLoad tile = of_lane(mine, i);  // in all lanes: the operands of copies are uniform
       ring.wait_empty(at);
-      if (landing.stage < 0) landing.stage += ring.shape.stages.divisor, --landing.use;
-      // With fewer stages it has landed, for its stage has been filled again.
-      if (landing.use >= 0 && ring.shape.stages.divisor >= kTilesInFlight) ring.wait_full(landing);
-      if (lane == i) mine.load(args..., ring[at], ring.full(at));
+      int landing = at.stage - TileLoad::first_in_flight(ring.shape);
+      if (at.use == 0 && landing >= 0) ring.wait_full({landing, 0});
+      if (cute::elect_one_sync()) tile.load(args..., ring[at], ring.full(at));
+      __syncwarp();  // the lane that issues must not be left behind by lanes that wait
+      at.stage += producers;
+      if (at.stage >= ring.shape.stages) at = {producer, at.use + 1};
     }
   }
 }

@@ -13,15 +13,16 @@ namespace cute_kernels::pipeline {
 inline constexpr int kMaxStages = 48;  // of a CTA
 
 struct RingShape {
-  cutlass::FastDivmod workers, stages;  // of a CTA
-  int producers;                        // divide both
-  int producer_stages;                  // stages / producers
+  cutlass::FastDivmod workers;  // of a CTA
+  int stages;                   // of a CTA
+  int producers;                // divide both
+  int producer_stages;          // stages / producers
   int stage_bytes;
 };
 
 inline RingShape ring_shape(Stages const& stages, Config const& config) {
-  return {cutlass::FastDivmod(config.workers), cutlass::FastDivmod(stages.count), config.producers,
-          stages.count / config.producers, stages.stage_bytes};
+  return {cutlass::FastDivmod(config.workers), stages.count, config.producers, stages.count / config.producers,
+          stages.stage_bytes};
 }
 
 // Iterations of the workers interleave: worker w's tile of iteration i is number n = i * workers + w, and lies in stage
@@ -49,11 +50,6 @@ struct StageRing {
   int warps_per_worker;
 
   CUTE_DEVICE uint8_t* operator[](RingIndex at) const { return data + at.stage * shape.stage_bytes; }
-  CUTE_DEVICE RingIndex index_of(int number) const {
-    RingIndex at;
-    shape.stages(at.use, at.stage, number);
-    return at;
-  }
   CUTE_DEVICE auto& full(RingIndex at) const { return barriers.full[at.use & 1][at.stage]; }
   CUTE_DEVICE auto& empty(RingIndex at) const { return barriers.empty[at.stage]; }
 
@@ -65,7 +61,7 @@ struct StageRing {
   // its first tile has come, for producers begin when all are made.
   CUTE_DEVICE void open(int worker) const {
     if (threadIdx.x % 32 == 0) {
-      for (int stage = worker; stage < shape.stages.divisor; stage += shape.workers.divisor) {
+      for (int stage = worker; stage < shape.stages; stage += shape.workers.divisor) {
         barriers.full[0][stage].init(1), barriers.full[1][stage].init(1);
         barriers.empty[stage].init(warps_per_worker);
       }
@@ -83,22 +79,30 @@ class RingReader {
  public:
   CUTE_DEVICE RingReader(StageRing const& ring, int worker) : ring_(ring), at_{worker, 0} {}
 
-  CUTE_DEVICE uint8_t* wait() const {
-    ring_.wait_full(at_);
-    ptx::compiler_fence();  // the library's wait does not say that it orders memory
-    return ring_[at_];
-  }
+  CUTE_DEVICE uint8_t* wait() const { return wait_for(at_); }
+  // For the tile behind it, before this one is released.
+  CUTE_DEVICE uint8_t* wait_for_next() const { return wait_for(behind(at_)); }
 
   // In every warp that reads the stage, when its loads are done: the arrival does not wait for them, and those that
   // wait behind stores to global memory have been overtaken by the copy that fills the stage next.
   CUTE_DEVICE void release() {
     __syncwarp();
     if (threadIdx.x % 32 == 0) ring_.empty(at_).arrive();
-    at_.stage += ring_.shape.workers.divisor;
-    if (at_.stage >= ring_.shape.stages.divisor) at_.stage -= ring_.shape.stages.divisor, ++at_.use;
+    at_ = behind(at_);
   }
 
  private:
+  CUTE_DEVICE RingIndex behind(RingIndex at) const {
+    at.stage += ring_.shape.workers.divisor;
+    if (at.stage >= ring_.shape.stages) at.stage -= ring_.shape.stages, ++at.use;
+    return at;
+  }
+  CUTE_DEVICE uint8_t* wait_for(RingIndex at) const {
+    ring_.wait_full(at);
+    ptx::compiler_fence();  // the library's wait does not say that it orders memory
+    return ring_[at];
+  }
+
   StageRing const& ring_;
   RingIndex at_;
 };

@@ -33,9 +33,9 @@ class LaneUnits<format::TwoOfFourBitmapTile, Codec, Element, kRole, kHeadDim> {
         scales_(block, part, scratch) {
     constexpr int kMostWords = 3 * kSteps / kWordBlocks;  // whole ones before the last part
     CUTE_UNROLL
-    for (int i = 0; i < kMostWords; ++i) at_.taken[0] += i < first_block_ / kWordBlocks ? __popc(word(i)) : 0;
+    for (int i = 0; i < kMostWords; ++i) at_.skip(0, i < first_block_ / kWordBlocks ? __popc(word(i)) : 0);
     if (kSteps % kWordBlocks != 0 && first_block_ % kWordBlocks != 0)
-      at_.taken[0] += __popc(word(first_block_ / kWordBlocks) & 0xffffu);
+      at_.skip(0, __popc(word(first_block_ / kWordBlocks) & 0xffffu));
   }
 
   template <class Store>

@@ -35,6 +35,9 @@ class WorkerPipeline {
     return stage;
   }
 
+  // The scales of a tile's values, which come with its keys.
+  CUTE_DEVICE uint8_t const* value_scales(Stage const& keys) const { return keys.value_scales; }
+
   // The stage has been read; the fetch after next fills it, after a barrier of the worker's warps.
   CUTE_DEVICE void release(bool = false) {}
 

@@ -49,6 +49,11 @@ class WorkerPipeline {
 
   CUTE_DEVICE Stage next() { return {params_.stages, reader_.wait()}; }
 
+  // The scales of the tile's values. Waits for their stage, which is behind that of the keys.
+  CUTE_DEVICE uint8_t const* value_scales(Stage const&) const {
+    return reader_.wait_for_next() + Traits::TileFormat::scale_row(Traits::kHeadDim) * format::kRowBytes;
+  }
+
   // loads_used: all that was loaded from the stage has been used, before a barrier of the worker's warps. Else the copy
   // that fills it next must be kept from overtaking loads.
   CUTE_DEVICE void release(bool loads_used = false) {

@@ -4,6 +4,7 @@
 
 #include <cute/arch/copy_sm90_tma.hpp>
 
+#include "cute_kernels/ops/attention/mask.hpp"
 #include "cute_kernels/ops/attention/stage.hpp"
 #include "cute_kernels/pipeline/bulk/fill_ring.hpp"
 #include "cute_kernels/pipeline/bulk/params.hpp"
@@ -18,81 +19,69 @@ inline constexpr int kStagesAhead = 16;  // at most, beyond one a worker
 // Stages beyond a shorter split's end stay empty, and so do those of the window if its tokens are not staged.
 template <class Traits>
 struct TileLoad {
-  enum class Source { kNothing, kTile, kWindow };
+  enum Kind : int { kNothing, kWindow, kKeys, kValues };
 
-  Source source = Source::kNothing;
-  bool is_value = false;
-  int rows = 0;                 // of a compressed tile's block; tokens of the window
-  int tile = 0, first_row = 0;  // of a compressed tile
-  int scale_row = 0;            // of its values' scales, which come with its keys
-  int64_t window_elements = 0;  // from the window's start
+  Kind kind = kNothing;
+  int bytes = 0;                  // of a compressed tile's block, or of tokens of the window
+  uint8_t const* from = nullptr;  // the same
+  int tile = -1;                  // of a compressed tile: in the storage, if its token order is needed
+
+  // Each worker's first tile of keys.
+  CUTE_DEVICE static int first_in_flight(pipeline::RingShape const& shape) { return shape.workers.divisor; }
 
   TileLoad() = default;
   CUTE_DEVICE TileLoad(RingParams const& params, typename Traits::Schedule const& schedule, int number) {
     int iteration, worker;
     params.ring.workers(iteration, worker, number);
-    is_value = iteration % 2;
+    bool is_value = iteration % 2;
     schedule::Range split = schedule.split_of_worker(worker);
     int kv_tile = split.begin + iteration / 2;
     if (kv_tile >= split.end) return;
     schedule::WorkTile work_tile = schedule.work_tile_of_worker(worker, kv_tile);
-    StageSource<Traits> stage_source(params, work_tile, kv_tile, is_value);
-    if (stage_source.window_tokens > 0) {
+    StageSource<Traits> source(params, work_tile, kv_tile, is_value);
+    if (source.window_tokens > 0) {
       Window const& window = params.window;
-      source = Source::kWindow;
-      rows = stage_source.window_tokens;
-      window_elements = window_offset(work_tile, is_value ? window.value_strides : window.key_strides,
-                                      (kv_tile - work_tile.tiles.begin) * schedule::kWindowTileTokens);
+      int64_t first = window_offset(work_tile, is_value ? window.value_strides : window.key_strides,
+                                    (kv_tile - work_tile.tiles.begin) * schedule::kWindowTileTokens);
+      auto const* elements = static_cast<uint16_t const*>(is_value ? window.values : window.keys) + first;
+      kind = kWindow;
+      bytes = source.window_tokens * params.keys.head_dim * static_cast<int>(sizeof(*elements));
+      from = reinterpret_cast<uint8_t const*>(elements);
     }
-    if (stage_source.tile < 0) return;
-    format::SparseView const& view = stage_source.view(params);
-    if constexpr (Traits::kUniform) {
-      __builtin_assume(!view.pages.table);
-      __builtin_assume(!params.values.pages.table);
-    }
-    source = Source::kTile;
-    tile = static_cast<int>(stage_source.tile);
-    format::SparseView const& values = params.values;
-    bool loads_scales = Traits::kHasScales && !is_value;
-    int values_first_row = 0;
+    if (source.tile < 0) return;
+    format::SparseView const& view = source.view(params);
+    if constexpr (Traits::kUniform) __builtin_assume(!view.pages.table);
+    int index = static_cast<int>(source.tile), rows, first_row;
     if constexpr (Traits::kBlocksAreEqual) {
       rows = Traits::TileFormat::template tile_rows<typename Traits::Codec>(Traits::kHeadDim);
-      first_row = static_cast<int>(view.first_row_of_equal(tile, rows));
-      if (loads_scales) values_first_row = static_cast<int>(values.first_row_of_equal(tile, rows));
-    } else {  // all are looked up before the first is waited for
-      int32_t values_found = loads_scales ? values.look_up_row(tile) : 0, found = view.look_up_row(tile);
-      rows = view.rows(tile);
-      first_row = static_cast<int>(view.first_row(tile, found));
-      if (loads_scales) values_first_row = static_cast<int>(values.first_row(tile, values_found));
+      first_row = static_cast<int>(view.first_row_of_equal(index, rows));
+    } else {  // both are looked up before the first is waited for
+      int32_t found = view.look_up_row(index);
+      rows = view.rows(index);
+      first_row = static_cast<int>(view.first_row(index, found));
     }
-    scale_row = values_first_row + Traits::TileFormat::scale_row(Traits::kHeadDim);
+    kind = is_value ? kValues : kKeys;
+    bytes = rows * format::kRowBytes;
+    from = reinterpret_cast<uint8_t const*>(view.blocks + int64_t{first_row} * format::kLanes);
+    bool masked = kv_tile >= Mask(params, work_tile).first_masked_tile();
+    bool of_values = Traits::kZeroesMasked && params.zero_masked;
+    if (is_value ? of_values : masked || (Traits::kSeparateOrders && params.separate_orders)) tile = index;
   }
 
   template <class Barrier>
   CUTE_DEVICE void load(RingParams const& params, typename Traits::Schedule const&, uint8_t* to, Barrier& full) const {
     using cute::TMA::CacheHintSm90;
-    if (source == Source::kNothing) return full.arrive();
+    if (kind == kNothing) return full.arrive();
     bool read_once = params.schedule.row_blocks.divisor == 1;
     auto policy = static_cast<uint64_t>(read_once ? CacheHintSm90::EVICT_FIRST : CacheHintSm90::EVICT_NORMAL);
     Stage stage(params.stages, to);
-    if (source == Source::kWindow) {
-      auto const* from = static_cast<uint16_t const*>(is_value ? params.window.values : params.window.keys);
-      int bytes = rows * params.keys.head_dim * static_cast<int>(sizeof(*from));
-      full.arrive_and_expect_tx(bytes);
-      return ptx::bulk_copy(stage.block, from + window_elements, bytes, &full, policy);
-    }
-    bool token_order = !is_value || (Traits::kZeroesMasked && params.zero_masked);
-    bool value_order = Traits::kSeparateOrders && !is_value && params.separate_orders;
-    int bytes = rows * format::kRowBytes;
-    int scale_bytes = Traits::kHasScales && !is_value ? format::kRowBytes : 0;
-    full.arrive_and_expect_tx(bytes + scale_bytes + (token_order + value_order) * kOrderBytes);
-    format::SparseView const& view = is_value ? params.values : params.keys;
-    ptx::bulk_copy(stage.block, view.blocks + int64_t{first_row} * format::kLanes, bytes, &full, policy);
-    if (scale_bytes)
-      ptx::bulk_copy(stage.value_scales, params.values.blocks + int64_t{scale_row} * format::kLanes, scale_bytes, &full,
-                     policy);
+    bool value_order = Traits::kSeparateOrders && kind == kKeys && params.separate_orders;
+    full.arrive_and_expect_tx(bytes + ((tile >= 0) + value_order) * kOrderBytes);
+    ptx::bulk_copy(stage.block, from, bytes, &full, policy);
+    if (tile < 0) return;
     int64_t order = int64_t{tile} * kOrderBytes;
-    if (token_order) ptx::bulk_copy(stage.token_order, view.token_order + order, kOrderBytes, &full, policy);
+    format::SparseView const& view = kind == kValues ? params.values : params.keys;
+    ptx::bulk_copy(stage.token_order, view.token_order + order, kOrderBytes, &full, policy);
     if (value_order) ptx::bulk_copy(stage.value_order, params.values.token_order + order, kOrderBytes, &full, policy);
   }
 };

@@ -18,12 +18,17 @@ using pipeline::StageRing;
 inline constexpr int kStagesAhead = 8;  // at most, beyond one a worker: see dispatch/heuristics.hpp
 
 // Params: a pipeline::RingParams. DenseLoad: what else comes with a tile, looked up by DenseLoad(params, work_tile,
-// tile); `bytes(params)` says how many bytes `load(params, stage, barrier)` copies.
+// tile); `bytes(params)` says how many bytes `load(params, stage, barrier)` copies, kFirstInFlight how many tiles a
+// producer has in flight at first.
 template <class Policy, class DenseLoad>
 struct TileLoad {
   int tile = -1;           // in the storage; -1: none
   int begin = 0, end = 0;  // rows of its block
   DenseLoad dense;
+
+  CUTE_DEVICE static int first_in_flight(pipeline::RingShape const& shape) {
+    return DenseLoad::kFirstInFlight * shape.producers;
+  }
 
   TileLoad() = default;
   template <class Params>
