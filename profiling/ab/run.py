@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -69,7 +70,8 @@ class Side:
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
-            pipe.close()
+            with contextlib.suppress(BrokenPipeError):  # of a request that it did not live to read
+                pipe.close()
 
     def ask(self, request: Mapping[str, Any]) -> None:
         try:

@@ -116,6 +116,7 @@ def test_a_checkout_that_cannot_be_compared(tmp_path, capfd):
 def test_a_worker_that_ends_is_an_error():
     with Side("base", profiling.ROOT, "cpu", "cpu", 1 << 16) as base:
         base._process.kill()
+        base._process.wait()  # so that the request meets a pipe that nobody reads
         base.ask({"samples": 1})
         with pytest.raises(AbError, match="the process of base"):
             base.answer()
