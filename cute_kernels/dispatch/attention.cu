@@ -62,7 +62,8 @@ void partition_work(pipeline::Config const& config, int64_t cost, int longest, s
   int splits = schedule.by_work_tile ? config.splits_per_work_tile : config.ctas * config.workers;
   schedule.splits = cutlass::FastDivmod(splits);
   int total = schedule.by_work_tile ? longest : static_cast<int>(cost);
-  schedule.partition = schedule::make_partition(total, schedule.splits);
+  int lead = schedule.by_work_tile ? schedule::window_lead(schedule.window_tokens, longest / splits) : 0;
+  schedule.partition = schedule::make_partition(total, schedule.splits, lead);
   schedule.longest_split = schedule.partition.longest();
 }
 

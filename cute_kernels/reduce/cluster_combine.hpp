@@ -33,8 +33,8 @@ class ClusterCombine {
     bool stores_lse = false;  // of the value's row
   };
 
-  // Of the first value that this thread writes: looked up before the other workers have arrived.
-  CUTE_DEVICE Destination first_destination() const { return destination(threadIdx.x / kSummands); }
+  // Of the first value that this thread of the workers' `threads` writes: looked up before other workers have arrived.
+  CUTE_DEVICE Destination first_destination(int threads) const { return destination(first_vector(threads)); }
 
   // This worker has stored its partial.
   CUTE_DEVICE void arrive() const {
@@ -56,7 +56,7 @@ class ClusterCombine {
       ptx::compiler_fence();
     }
     // All lanes of a warp go on together.
-    for (int i = threadIdx.x / kSummands; i - i % kWarpVectors < cluster_.work_tiles * own_; i += step) {
+    for (int i = first_vector(threads); i - i % kWarpVectors < cluster_.work_tiles * own_; i += step) {
       Destination next = destination(i + step);  // a load that nothing waits for meanwhile
       Accumulator sum;
       if (to.has_rows) {
@@ -91,6 +91,13 @@ class ClusterCombine {
   schedule::Schedule<SchedulePolicy> const& schedule_;
   int vectors_log2_;  // of a work tile
   int own_;           // that this CTA puts together; others may have fewer
+
+  // The last warps have the first ones: where there are fewer vectors than threads, workers with a window or a longer
+  // split, which come late, have none.
+  CUTE_DEVICE static int first_vector(int threads) {
+    int thread = threadIdx.x;
+    return (threads - 32 - thread + 2 * (thread % 32)) / kSummands;
+  }
 
   // Of the value that this thread writes of its CTA's i-th vector. What memory has of it is not waited for here.
   CUTE_DEVICE Destination destination(int i) const {

@@ -91,7 +91,8 @@ struct LogSumExp {
     // One of the four results; of one of the two rows the natural logarithm of its sum of exponentials.
     CUTE_DEVICE float value(int v) const {
       float accumulated = v % 2 == 0 ? (v < 2 ? vector.x : vector.z) : (v < 2 ? vector.y : vector.w);
-      return accumulated * (max_of(v % 2) == -INFINITY ? 0.f : 1 / sum_of(v % 2));  // NaN stays, also in a row of NaN
+      // NaN stays, also in a row of NaN.
+      return accumulated * (max_of(v % 2) == -INFINITY ? 0.f : ptx::reciprocal_approximate(sum_of(v % 2)));
     }
     CUTE_DEVICE float lse(int row) const {
       constexpr float kLn2 = 0.693147180559945f;

@@ -7,22 +7,25 @@
 
 namespace cute_kernels::schedule {
 
-// `total` things in splits of `size`, some of them longer by one.
+// `total` things in splits of `size`, some of them longer by one, the first shorter by `lead`.
 struct Partition {
-  int total, size, remainder;
+  int total, size, remainder, lead;
 
   CUTE_HOST_DEVICE int longest() const { return size + (remainder > 0); }
   // Where a split begins. The longer ones are spread evenly, from the second on: the first may have other work, and the
   // first tiles of a CTA come before its last ones.
   CUTE_HOST_DEVICE int begin(int split, cutlass::FastDivmod const& splits) const {
-    return split * size + splits.div((split - 1) * remainder + splits.divisor - 1);
+    int begin = split * size + splits.div((split - 1) * remainder + splits.divisor - 1) - lead;
+    return begin > 0 ? begin : 0;
   }
 };
 
-CUTE_HOST_DEVICE Partition make_partition(int total, cutlass::FastDivmod const& splits) {
+// lead: no more than total / splits.
+CUTE_HOST_DEVICE Partition make_partition(int total, cutlass::FastDivmod const& splits, int lead = 0) {
   Partition partition;
   partition.total = total;
-  splits(partition.size, partition.remainder, total);
+  partition.lead = lead;
+  splits(partition.size, partition.remainder, total + lead);
   return partition;
 }
 

@@ -48,7 +48,7 @@ struct Split {
 // Of the workers of a CTA, in shared memory.
 struct CtaSplits {
   Split of_worker[kMaxWorkers];
-  WorkTile of_warp[2 * kMaxWorkers];  // that a worker's warp is at, if splits reach over work tiles
+  WorkTile of_warp[2 * kMaxWorkers];  // that a worker's warp is at, if Policy::kUniform or splits reach over work tiles
   int longest;                        // KV tiles
 };
 
@@ -64,7 +64,7 @@ template <class Policy>
 class Schedule {
  public:
   // shared: shared_bytes of shared memory, at an address that takes no register, since work is looked up all over; null
-  // if Policy::kUniform.
+  // for products.
   CUTE_HOST_DEVICE Schedule(Params const& params, void* shared)
       : params_(params),
         splits_(static_cast<CtaSplits*>(shared)),
@@ -119,7 +119,8 @@ class Schedule {
     params_.splits(index, in_work_tile, split);
     WorkTile own = make_work_tile(equal_place(index));
     int begin = own.tiles.begin, tiles = static_cast<int>(kv_tiles_of(own.tokens, own.window_tokens));
-    Partition partition = make_partition(tiles, params_.splits);
+    int lead = window_lead(own.window_tokens, params_.splits.div(tiles));
+    Partition partition = make_partition(tiles, params_.splits, lead);
     return {{begin + partition.begin(in_work_tile, params_.splits),
              begin + partition.begin(in_work_tile + 1, params_.splits)},
             own};
@@ -160,13 +161,13 @@ class Schedule {
     return work_tile_with(tile);
   }
 
-  // What a warp of a worker looked up last, unless Policy::kUniform: looked up again at little cost.
+  // What a warp of a worker looked up last: looked up again at little cost.
   CUTE_DEVICE void keep_work_tile(int warp, WorkTile const& work_tile) const {
-    if (!by_work_tile() && threadIdx.x % 32 == 0) splits_->of_warp[warp] = work_tile;
+    if ((Policy::kUniform || !by_work_tile()) && threadIdx.x % 32 == 0) splits_->of_warp[warp] = work_tile;
     __syncwarp();
   }
   CUTE_DEVICE WorkTile kept_work_tile(int worker, int warp) const {
-    return by_work_tile() ? splits_->of_worker[worker].work_tile : splits_->of_warp[warp];
+    return !Policy::kUniform && by_work_tile() ? splits_->of_worker[worker].work_tile : splits_->of_warp[warp];
   }
 
   // KV tiles of any of the CTA's splits at most.
@@ -300,8 +301,8 @@ class Schedule {
     }
     if (lane > 0) return;
     Partition& partition = *variable_partition();
-    partition.total = (sum + Policy::work_tile_cost(true) * params_.batch) * params_.work_tiles_per_row.divisor;
-    params_.splits(partition.size, partition.remainder, partition.total);
+    int total = (sum + Policy::work_tile_cost(true) * params_.batch) * params_.work_tiles_per_row.divisor;
+    partition = make_partition(total, params_.splits);
   }
 
   // clamped to [0, all]

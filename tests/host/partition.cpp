@@ -1,4 +1,4 @@
-// How work is partitioned: splits cover all of it once, and are as even as can be.
+// How work is partitioned: splits cover all of it once, and are as even as can be but for the first one's lead.
 #include "cute_kernels/schedule/partition.hpp"
 
 #include <random>
@@ -7,22 +7,28 @@
 
 using namespace cute_kernels::schedule;
 
-Partition make(int total, int splits) { return make_partition(total, cutlass::FastDivmod(splits)); }
-
-void check_partition(int all, int splits) {
-  Partition partition = make(all, splits);
+void check_partition(int all, int splits, int lead) {
   cutlass::FastDivmod divisor(splits);
+  Partition partition = make_partition(all, divisor, lead);
+  int least = (all + lead) / splits;
   check(partition.begin(0, divisor) == 0 && partition.begin(splits, divisor) == all, "splits cover all", all, splits);
   for (int i = 0; i < splits; ++i) {
     int length = partition.begin(i + 1, divisor) - partition.begin(i, divisor);
-    check(length >= all / splits && length <= partition.longest(), "splits differ by one", all, splits, i);
-    if (i == 0) check(length == all / splits, "the first split is not longer than others", all, splits);
+    if (i == 0)
+      check(length == least - lead, "the first split has its lead less, and is not longer than others", all, splits,
+            lead);
+    else
+      check(length >= least && length <= partition.longest(), "splits differ by one", all, splits, i);
   }
 }
 
 int main() {
   std::mt19937 random(std::random_device{}());
   auto draw = [&](int low, int high) { return std::uniform_int_distribution<int>(low, high)(random); };
-  for (int i = 0; i < 1000; ++i) check_partition(draw(0, 2000), draw(1, 1100));
+  for (int i = 0; i < 1000; ++i) {
+    int all = draw(0, 2000), splits = draw(1, 1100);
+    check_partition(all, splits, 0);
+    check_partition(all, splits, draw(0, all / splits));
+  }
   return report();
 }

@@ -110,25 +110,39 @@ void check_sums_of_ctas(int heads, int tiles_each, int ctas, int workers) {
   }
 }
 
+// A work tile's first split, whose window makes it shorter, has all of the window.
+void check_first_split(int tiles, int window, int lead) {
+  check(lead == 0 || tiles >= window_tiles_of(window), "the first split has the window", tiles, window, lead);
+  check(window > 0 || lead == 0, "without a window all splits are even", tiles, lead);
+}
+
 // Work tiles that are partitioned by themselves: every split is of one work tile.
-void check_by_work_tile(int heads, int tiles_each, int splits) {
+template <class Policy>
+void check_by_work_tile(int heads, int tiles_each, int splits, int window) {
   Params params{};
   params.batch = 1, params.kv_heads = heads, params.rows = 1, params.by_work_tile = true;
+  params.window_tokens = window;
   params.tiles_per_work_tile = params.cost_per_work_tile = cutlass::FastDivmod(tiles_each);
   params.work_tiles_per_row = cutlass::FastDivmod(heads), params.row_blocks = cutlass::FastDivmod(1);
   params.splits = cutlass::FastDivmod(splits);
-  params.partition = make_partition(tiles_each, params.splits);
-  Schedule<ProductPolicy<kRows>> schedule(params, nullptr);
+  int const lead = window_lead(window, tiles_each / splits), least = (tiles_each + lead) / splits;
+  params.partition = make_partition(tiles_each, params.splits, lead);
+  Schedule<Policy> schedule(params, nullptr);
   for (int split = 0; split < heads * splits; ++split) {
     int begin = schedule.split_begin(split), end = schedule.split_begin(split + 1);
     check(begin / tiles_each == split / splits && (end - 1) / tiles_each == split / splits,
           "splits end where work tiles do", split);
-    check(end - begin >= tiles_each / splits && end - begin <= params.partition.longest(), "and are even", split);
+    if (split % splits == 0) {
+      check(end - begin == least - lead, "and the first has fewer tiles", split, lead);
+      check_first_split(end - begin, window, lead);
+    } else {
+      check(end - begin >= least && end - begin <= params.partition.longest(), "and are even", split);
+    }
   }
 }
 
 // Likewise with lengths on the device, where every work tile has a partition of its own: its splits have all of its KV
-// tiles, as evenly as can be, and are empty where there are none left.
+// tiles, as evenly as can be but for the first one's lead, and are empty where there are none left.
 void check_own_partitions(Case const& c, int splits, std::vector<int> const& lengths,
                           std::vector<int> const& window_lengths) {
   Params params{};
@@ -145,6 +159,7 @@ void check_own_partitions(Case const& c, int splits, std::vector<int> const& len
   for (int index = 0; index < params.work_tiles(); ++index) {
     int row = index / (c.heads * c.row_blocks);
     int tiles = static_cast<int>(kv_tiles_of(lengths[row], window_lengths[row]));
+    int lead = window_lead(window_lengths[row], tiles / splits), least = (tiles + lead) / splits;
     int begin = schedule.work_tile(index).tiles.begin, end = begin;
     for (int split = index * splits; split < (index + 1) * splits; ++split) {
       auto [range, own] = schedule.own_split(split);
@@ -152,7 +167,12 @@ void check_own_partitions(Case const& c, int splits, std::vector<int> const& len
       check(own.window_end() == begin + window_tiles_of(window_lengths[row]), "where its window ends", index);
       check(range.begin == end, "splits follow one another", split, range.begin, end);
       int count = range.end - range.begin;
-      check(count >= tiles / splits && count <= (tiles + splits - 1) / splits, "splits are even", split, count, tiles);
+      if (split == index * splits) {
+        check(count == least - lead, "the first split has fewer tiles", split, count, tiles);
+        check_first_split(count, window_lengths[row], lead);
+      } else {
+        check(count >= least && count <= (tiles + lead + splits - 1) / splits, "splits are even", split, count, tiles);
+      }
       end = range.end;
     }
     check(end == begin + tiles, "splits have all tiles", index, end - begin, tiles);
@@ -177,7 +197,8 @@ int main() {
     int heads = draw(1, 40), tiles_each = draw(1, 60), ctas = draw(1, std::min(132, heads * tiles_each));
     check_sums_of_ctas(heads, tiles_each, ctas, draw(1, std::min(16, heads * tiles_each / ctas)));
     int splits = draw(1, 40);
-    check_by_work_tile(draw(1, 8), splits + draw(0, 100), splits);
+    check_by_work_tile<ProductPolicy<kRows>>(draw(1, 8), splits + draw(0, 100), splits, 0);
+    check_by_work_tile<AttentionPolicy<kRows, true>>(draw(1, 8), splits + draw(0, 300), splits, draw(0, 140));
   }
   return report();
 }

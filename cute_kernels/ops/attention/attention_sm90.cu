@@ -3,6 +3,4 @@
 namespace cute_kernels::attention::sm90 {
 template Launcher<Params> launcher<CUTE_KERNELS_HEAD_DIM, mma::HalfCodecs>();
 template Launcher<Params> launcher<CUTE_KERNELS_HEAD_DIM, mma::NarrowCodecs>();
-template Launcher<Params> launcher<CUTE_KERNELS_HEAD_DIM, mma::TwoOfFourCodecs>();
-template Launcher<Params> launcher<CUTE_KERNELS_HEAD_DIM, mma::TwoOfFourBitmapCodecs>();
 }  // namespace cute_kernels::attention::sm90

@@ -11,10 +11,10 @@
 namespace cute_kernels::attention {
 
 // Into the worker's shared memory, with all of its warps, channels as they lie; zeros beyond the last. What was there is
-// no longer read: all warps have been through a barrier since.
-template <class Traits>
+// no longer read: all warps have been through a barrier since. meanwhile(): called while vectors are under way.
+template <class Traits, class Meanwhile>
 CUTE_DEVICE void stage_queries(Params const& params, schedule::WorkTile const& work_tile, Worker<Traits> const& worker,
-                               SharedP<Traits>& shared_p) {
+                               SharedP<Traits>& shared_p, Meanwhile&& meanwhile) {
   using Element = typename Traits::Element;
   constexpr int kLanes = 4 * Traits::kWorkerWarps, kRowVectors = Traits::kHeadDim / 8;  // of a row
   constexpr int kVectors = cute::max(1, kRowVectors / kLanes);                          // of a lane
@@ -52,6 +52,7 @@ CUTE_DEVICE void stage_queries(Params const& params, schedule::WorkTile const& w
       for (int i = 0; i < kVectors; ++i)
         vectors[n][i] = reinterpret_cast<uint4 const*>(from[n])[first_vector + i * kLanes];
     });
+    meanwhile();
     for_rows([&](int n, Element* to) {
       CUTE_UNROLL
       for (int i = 0; i < kVectors; ++i) reinterpret_cast<uint4*>(to)[first_vector + i * kLanes] = vectors[n][i];

@@ -139,7 +139,7 @@ CUTE_DEVICE void attend(Params const& params, typename Traits::Schedule const& s
   }
   OnlineSoftmax<Traits> softmax(worker, shared_p);
   for (int tile = split.begin; tile < split.end;) {
-    constexpr bool kKeeps = Pipeline::kCombinesInCluster && !Traits::kUniform;
+    constexpr bool kKeeps = Pipeline::kCombinesInCluster;
     int warp = Traits::kWorkerWarps * worker.index + worker.part;
     auto work_tile_with = [&](uint32_t tile) {
       ptx::forget(tile);  // looked up again rather than held on to
@@ -158,14 +158,15 @@ CUTE_DEVICE void attend(Params const& params, typename Traits::Schedule const& s
     Tensor tCrO = make_accumulators<Traits, Traits::kOwnChannelBlocks>();  // (MMA,own MMA_M,MMA_N)
     clear(tCrO);
 
-    ptx::prefetch(channel_order(params.keys, work_tile));
-    ptx::prefetch(channel_order(params.values, work_tile));
-    if constexpr (Traits::kHasScales) {
-      int line = ptx::lane_index() % (Traits::kHeadDim / 64) * 64;  // of 128 bytes
-      ptx::prefetch(channel_scale(params.keys, work_tile) + line);
-      ptx::prefetch(channel_scale(params.values, work_tile) + line);
-    }
-    stage_queries(params, work_tile, worker, shared_p);
+    stage_queries(params, work_tile, worker, shared_p, [&] {
+      ptx::prefetch(channel_order(params.keys, work_tile));
+      ptx::prefetch(channel_order(params.values, work_tile));
+      if constexpr (Traits::kHasScales) {
+        int line = ptx::lane_index() % (Traits::kHeadDim / 64) * 64;  // of 128 bytes
+        ptx::prefetch(channel_scale(params.keys, work_tile) + line);
+        ptx::prefetch(channel_scale(params.values, work_tile) + line);
+      }
+    });
 
     // With D 256 or with scales the window needs the registers: the work tile is looked up again rather than held.
     constexpr bool kHoldsWorkTile = Traits::kHeadDim < format::kMaxHeadDim && Traits::kN == 8 && !Traits::kHasScales;

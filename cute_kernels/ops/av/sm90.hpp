@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(pipeline::kMaxThreads<product::sm90::kMaxWarpg
         auto sync_workers = [&] { pipeline.sync_workers(); };
         if (params.schedule.in_cluster) {
           combine.arrive();
-          return combine.write(stages, 32 * workers, combine.first_destination(), sync_workers);
+          return combine.write(stages, 32 * workers, combine.first_destination(32 * workers), sync_workers);
         }
         sync_workers();
         reduce::sum_in_cta<OutputShape<Traits>>(params.output, ring.data, sizeof(Partial<Traits>), last_work_tiles,

@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(kMaxThreads<kMaxWarpgroups<Traits>>, 1)
           static_assert(sizeof(Tables) <= SharedP<Traits>::kBytes);
           combine.write(partials, threads, *static_cast<Tables*>(storage.p[0].bytes()), sync_workers);
         } else {
-          combine.write(partials, threads, combine.first_destination(), sync_workers);
+          combine.write(partials, threads, combine.first_destination(threads), sync_workers);
         }
       });
 }

@@ -105,7 +105,9 @@ template <class Traits>
 CUTE_DEVICE void prefetch_tile_rows(RingParams const& params, typename Traits::Schedule const& schedule) {
   format::SparseView const& keys = params.keys;
   if (Traits::kUniform || !keys.pages.table || !params.schedule.by_work_tile) return;
-  unsigned warp = (blockDim.x - 1 - threadIdx.x) / 32, work_tiles = schedule.work_tiles_of_cta();  // the first is busy
+  unsigned warp = (blockDim.x - 1 - threadIdx.x) / 32;
+  if (threadIdx.x < 32) return;  // splits wait for the first warp
+  unsigned work_tiles = schedule.work_tiles_of_cta();
   auto expected = schedule.expected_tiles(warp % work_tiles);
   int tile = expected.first + static_cast<int>(warp / work_tiles * 32 + threadIdx.x % 32);
   if (tile >= expected.end || tile >= keys.pages.pages_per_sequence * keys.pages.tiles_per_page) return;

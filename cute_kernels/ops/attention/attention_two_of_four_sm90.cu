@@ -1,0 +1,6 @@
+#include "cute_kernels/ops/attention/sm90/launch_impl.hpp"
+
+namespace cute_kernels::attention::sm90 {
+template Launcher<Params> launcher<CUTE_KERNELS_HEAD_DIM, mma::TwoOfFourCodecs>();
+template Launcher<Params> launcher<CUTE_KERNELS_HEAD_DIM, mma::TwoOfFourBitmapCodecs>();
+}  // namespace cute_kernels::attention::sm90
