@@ -1,3 +1,4 @@
+// In an object of their own: in one with the others the compiler spills registers of a kernel.
 #include "cute_kernels/ops/attention/sm90/launch_impl.hpp"
 
 namespace cute_kernels::attention::sm90 {

@@ -11,7 +11,8 @@
 namespace cute_kernels::attention {
 
 // Into the worker's shared memory, with all of its warps, channels as they lie; zeros beyond the last. What was there is
-// no longer read: all warps have been through a barrier since. meanwhile(): called while vectors are under way.
+// no longer read: all warps have been through a barrier since. meanwhile(): called while vectors are under way,
+// and only then.
 template <class Traits, class Meanwhile>
 CUTE_DEVICE void stage_queries(Params const& params, schedule::WorkTile const& work_tile, Worker<Traits> const& worker,
                                SharedP<Traits>& shared_p, Meanwhile&& meanwhile) {

@@ -139,7 +139,6 @@ CUTE_DEVICE void attend(Params const& params, typename Traits::Schedule const& s
   }
   OnlineSoftmax<Traits> softmax(worker, shared_p);
   for (int tile = split.begin; tile < split.end;) {
-    constexpr bool kKeeps = Pipeline::kCombinesInCluster;
     int warp = Traits::kWorkerWarps * worker.index + worker.part;
     auto work_tile_with = [&](uint32_t tile) {
       ptx::forget(tile);  // looked up again rather than held on to
@@ -147,11 +146,11 @@ CUTE_DEVICE void attend(Params const& params, typename Traits::Schedule const& s
       return schedule.work_tile_with(tile);
     };
     auto same_work_tile = [&](uint32_t tile) {
-      if constexpr (kKeeps) return schedule.kept_work_tile(worker.index, warp);
+      if constexpr (Pipeline::kCombinesInCluster) return schedule.kept_work_tile(worker.index, warp);
       return work_tile_with(tile);
     };
     schedule::WorkTile work_tile = work_tile_with(tile);
-    if constexpr (kKeeps) schedule.keep_work_tile(warp, work_tile);
+    if constexpr (Pipeline::kCombinesInCluster) schedule.keep_work_tile(warp, work_tile);
     int end = min(work_tile.tiles.end, split.end), tokens = work_tile.tokens;
     int window_end = tokens > 0 ? min(work_tile.window_end(), end) : end;
     softmax.reset();
