@@ -134,7 +134,8 @@ def test_pairs(method, codec, device, rng):
             assert error < {"fp8": 0.04, "int8": 0.01, "int4": 0.15}[codec]
         kv.validate()
     q = oracle.gaussian(2, 4, 1, 64)
-    expected, _ = oracle.attention(q, *(oracle.decode(kv.state_dict()) for kv in pair), 0.125)
+    exact = (oracle.decode(kv.state_dict()) for kv in pair)  # decompress rounds what a narrow codec stores
+    expected, _ = oracle.attention(q, *exact, 0.125)
     assert oracle.relative_error(ck.sparse_attention(q.to(device), *pair), expected) < 4e-3
 
 
