@@ -251,7 +251,7 @@ def _cache(x: Tensor, role: str, rule: Rule, kept: int, codec: str, tile_format:
 
 def _has_select_kernels(rule: Rule, x: Tensor) -> bool:
     """Whether kernels choose what a rule of two of four keeps for the tile format "bitmap"."""
-    return isinstance(rule, (TwoOfFour, MagnitudeTwoOfFour)) and x.is_cuda and ops.eager(x)
+    return isinstance(rule, (TwoOfFour, MagnitudeTwoOfFour)) and x.is_cuda
 
 
 def _compress(caches: list[Cache]) -> list[Storage]:
@@ -267,7 +267,9 @@ def _compress(caches: list[Cache]) -> list[Storage]:
                 "torch.compile, a tracer, FakeTensorMode or torch.func.functionalize pass out=SparseKV.preallocate(...)"
             )
         return _compress_eagerly(caches)
-    arguments_of = [(cache.role, cache.kept, cache.codec, *_memory(out)) for cache, out in zip(caches, outs)]
+    arguments_of = [
+        (cache.role, cache.kept, cache.two_of_four, cache.codec, *_memory(out)) for cache, out in zip(caches, outs)
+    ]
     if len(caches) == 1:
         _COMPRESS(caches[0].x, *arguments_of[0])
     else:
@@ -322,11 +324,13 @@ def _memory(out: Storage) -> tuple[list[Tensor], int]:
     return [*out.tensors().values(), out.totals], out.max_tile_rows
 
 
-def _into(x: Tensor, role: str, kept: int, codec: str, memory: list[Tensor], max_tile_rows: int) -> Cache:
+def _into(
+    x: Tensor, role: str, kept: int, two_of_four: bool, codec: str, memory: list[Tensor], max_tile_rows: int
+) -> Cache:
     *tensors, totals = memory
     storage = arguments.unpack((tensors, max_tile_rows, codec, BITMAP, x.dtype), role, *x.shape[2:])
     storage.totals = totals
-    return Cache(checks.plain(x), role, kept, codec, storage)
+    return Cache(checks.plain(x), role, kept, codec, storage, two_of_four=two_of_four)
 
 
 def _compress_out(x: Tensor, *of_cache: Any) -> None:
@@ -368,14 +372,15 @@ def _decompress_fake(
 
 _PRUNE = ops.define("prune(Tensor x, SymInt kept) -> Tensor", _prune, _prune_fake)
 _COMPRESS = ops.define(
-    "compress_out(Tensor x, str role, SymInt kept, str codec, Tensor(a!)[] out, SymInt max_tile_rows) -> ()",
+    "compress_out(Tensor x, str role, SymInt kept, bool two_of_four, str codec, Tensor(a!)[] out, "
+    "SymInt max_tile_rows) -> ()",
     _compress_out,
     ops.no_results,
 )
 _COMPRESS_KV = ops.define(
-    "compress_kv_out(Tensor k, Tensor v, SymInt key_kept, str key_codec, Tensor(a!)[] key_out, "
-    "SymInt key_max_tile_rows, SymInt value_kept, str value_codec, Tensor(b!)[] value_out, "
-    "SymInt value_max_tile_rows) -> ()",
+    "compress_kv_out(Tensor k, Tensor v, SymInt key_kept, bool key_two_of_four, str key_codec, "
+    "Tensor(a!)[] key_out, SymInt key_max_tile_rows, SymInt value_kept, bool value_two_of_four, str value_codec, "
+    "Tensor(b!)[] value_out, SymInt value_max_tile_rows) -> ()",
     _compress_kv_out,
     ops.no_results,
 )

@@ -167,8 +167,8 @@ def calls(x: Inputs, backend: str = "auto") -> dict[str, tuple]:
 
     return {
         "prune": (dense[0].transpose(0, 1), 20),
-        "compress_out": (dense[0], "value", 20, codec, *memory("value")),
-        "compress_kv_out": (*dense, 20, codec, *memory("key"), 10, codec, *memory("value")),
+        "compress_out": (dense[0], "value", 20, False, codec, *memory("value")),
+        "compress_kv_out": (*dense, 20, False, codec, *memory("key"), 10, False, codec, *memory("value")),
         "decompress": (*keys, "key", tokens, head_dim),
         "sparse_qk": (x.q, *keys, tokens, 0.5, torch.bfloat16, backend),
         "sparse_qk_out": (x.q, *keys, 0.5, backend, torch.empty_like(p)),

@@ -97,6 +97,31 @@ def test_long_caches_are_ordered_by_a_part_of_their_tokens(tokens, tile_format, 
         assert oracle.same_bits(ck.decompress(ck.compress(x.to(device), role="key", **options)), expected)
 
 
+@pytest.mark.parametrize("preallocated", [False, True])
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("method", ["2of4", "magnitude-2of4"])
+def test_watched_calls(method, role, preallocated, device, rng):
+    """Profiled or compiled, calls store what they store else; on a GPU its kernels choose it: torch sorts nothing."""
+    x = oracle.lognormal_channels(1, 2, 130, 64).to(device)
+    keep = {} if method == "2of4" else {"keep": 20}
+    expected = two_of_four(x.cpu(), role, keep.get("keep"), limit=bool(keep))
+    out = ck.SparseKV.preallocate(x.shape, x.dtype, role=role, device=device) if preallocated else None
+
+    def compress(x):
+        return ck.compress(x, role=role, method=method, tile_format="bitmap", out=out, **keep)
+
+    with torch.profiler.profile() as profile:
+        kv = compress(x)
+    assert oracle.same_bits(ck.decompress(kv), expected)
+    names = {event.key for event in profile.key_averages()}
+    assert device.type == "cpu" or not names & {"aten::sort", "aten::argsort", "aten::topk"}
+    if out is not None:
+        torch._dynamo.reset()
+        compress(torch.zeros_like(x))
+        torch.compile(compress, backend="aot_eager")(x)
+        assert oracle.same_bits(ck.decompress(out), expected)
+
+
 @pytest.mark.parametrize("tile_format", ["bitmap", "two_of_four_bitmap"])
 @pytest.mark.parametrize("codec", ["fp8", "int8", "int4"])
 @pytest.mark.parametrize("role", ROLES)
