@@ -44,9 +44,9 @@ void select(uintptr_t x, Strides const& strides, int batch, int kv_heads, int64_
 }
 
 void channel_scales(uintptr_t x, Strides const& strides, int batch, int kv_heads, int64_t tokens, int head_dim,
-                    int dtype, uintptr_t scales, uintptr_t refused, uintptr_t stream) {
+                    int dtype, uintptr_t scales, uintptr_t stream) {
   compress::channel_scales(dense_view(x, strides, batch, kv_heads, tokens, head_dim, dtype),
-                           to_pointer<uint16_t>(scales), nullptr, to_pointer<int64_t>(refused), stream_of(stream));
+                           to_pointer<uint16_t>(scales), nullptr, nullptr, stream_of(stream));
 }
 
 void deal(uintptr_t counts, int heads, int head_dim, bool grouped, uintptr_t channel_order, uintptr_t from_scale,
@@ -108,7 +108,7 @@ void select_two_of_four(uintptr_t x, Strides const& strides, int batch, int kv_h
                         int codec, uintptr_t channel_scales, uintptr_t token_scales, uintptr_t refused,
                         uintptr_t stream) {
   compress::TokenScaling scaling{static_cast<format::CodecId>(codec), to_pointer<uint16_t>(channel_scales),
-                                 to_pointer<uint16_t>(token_scales), to_pointer<int64_t>(refused)};
+                                 to_pointer<uint16_t>(token_scales), to_pointer<int64_t>(refused), channel_scales != 0};
   compress::select_two_of_four(dense_view(x, strides, batch, kv_heads, tokens, head_dim, dtype),
                                static_cast<format::Role>(role), to_pointer<uint8_t>(channel_order), keep,
                                to_pointer<uint32_t>(masks), to_pointer<int32_t>(counts), scaling, stream_of(stream));
@@ -234,8 +234,7 @@ void bind_cuda(py::module_& m) {
            "keep"_a, "masks"_a, "counts"_a, "pruned"_a, "codec"_a, "channel_scales"_a, "token_scales"_a, "refused"_a,
            "stream"_a, "codec, if it has scales: writes those of channels and of tokens, and counts what is refused");
   cuda.def("channel_scales", &channel_scales, "x"_a, "strides"_a, "batch"_a, "kv_heads"_a, "tokens"_a, "head_dim"_a,
-           "dtype"_a, "scales"_a, "refused"_a, "stream"_a,
-           "bf16 of a narrow codec, by channel, from the first tokens; sets what is refused to 0");
+           "dtype"_a, "scales"_a, "stream"_a, "bf16 of a narrow codec, by channel, from the first tokens");
   cuda.def("balance", &balance, "masks"_a, "channel_order"_a, "masks2"_a, "channel_order2"_a, "batch"_a, "kv_heads"_a,
            "tokens"_a, "head_dim"_a, "token_order"_a, "longest"_a, "longest2"_a, "stream"_a);
   cuda.def(
@@ -256,8 +255,7 @@ void bind_cuda(py::module_& m) {
            "adds to totals: values stored, those that the codec cannot store, with keep 0 nonzeros beyond two of four");
   cuda.def("select_two_of_four", &select_two_of_four, "x"_a, "strides"_a, "batch"_a, "kv_heads"_a, "tokens"_a,
            "head_dim"_a, "dtype"_a, "role"_a, "channel_order"_a, "keep"_a, "masks"_a, "counts"_a, "codec"_a,
-           "channel_scales"_a, "token_scales"_a, "refused"_a, "stream"_a,
-           "as select, by a rule of two of four. codec, if it has scales: of channels, which are read, and of tokens");
+           "channel_scales"_a, "token_scales"_a, "refused"_a, "stream"_a, "as select, by a rule of two of four");
   cuda.def("order_slots", &order_slots, "key_counts"_a, "key_codec"_a, "key_longest"_a, "value_counts"_a,
            "value_codec"_a, "value_longest"_a, "tiles"_a, "token_order"_a, "stream"_a);
   cuda.def("pack_slots", &pack_slots, "x"_a, "strides"_a, "masks"_a, "totals"_a, "capacity"_a, "view"_a, "tile_rows"_a,

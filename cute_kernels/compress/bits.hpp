@@ -23,24 +23,33 @@ __device__ inline void transpose_bytes(uint32_t (&x)[8]) {
   }
 }
 
-// 32 values of 16 bits, two a word in order, to 16 planes: bit e of plane p is bit p of value e.
-__device__ inline void to_planes(uint32_t const (&pairs)[16], uint32_t (&planes)[16]) {
+// 32 values of 16 bits to 16 planes: bit e of plane p is bit p of value e. interleaved(i, j): the bytes of values i and j
+// in turn, lower ones first; i and j are both even or both odd.
+template <class Interleaved>
+__device__ void to_planes(Interleaved&& interleaved, uint32_t (&planes)[16]) {
   uint32_t low[8], high[8];  // byte c of word i: of value 8 c + i
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    uint32_t ab_even = ptx::permute_bytes(pairs[i], pairs[i + 4], 0x5140);
-    uint32_t ab_odd = ptx::permute_bytes(pairs[i], pairs[i + 4], 0x7362);
-    uint32_t cd_even = ptx::permute_bytes(pairs[i + 8], pairs[i + 12], 0x5140);
-    uint32_t cd_odd = ptx::permute_bytes(pairs[i + 8], pairs[i + 12], 0x7362);
-    low[2 * i] = ptx::permute_bytes(ab_even, cd_even, 0x5410);
-    high[2 * i] = ptx::permute_bytes(ab_even, cd_even, 0x7632);
-    low[2 * i + 1] = ptx::permute_bytes(ab_odd, cd_odd, 0x5410);
-    high[2 * i + 1] = ptx::permute_bytes(ab_odd, cd_odd, 0x7632);
+  for (int i = 0; i < 8; ++i) {
+    uint32_t first = interleaved(i, i + 8), last = interleaved(i + 16, i + 24);
+    low[i] = ptx::permute_bytes(first, last, 0x5410);
+    high[i] = ptx::permute_bytes(first, last, 0x7632);
   }
   transpose_bytes(low);
   transpose_bytes(high);
 #pragma unroll
   for (int i = 0; i < 8; ++i) planes[i] = low[i], planes[i + 8] = high[i];
+}
+
+// Of values two a word in order.
+__device__ inline void pairs_to_planes(uint32_t const (&pairs)[16], uint32_t (&planes)[16]) {
+  to_planes([&](int i, int j) { return ptx::permute_bytes(pairs[i / 2], pairs[j / 2], i % 2 ? 0x7362 : 0x5140); },
+            planes);
+}
+
+// Of values that value(i) loads, in no particular order.
+template <class Value>
+__device__ void values_to_planes(Value&& value, uint32_t (&planes)[16]) {
+  to_planes([&](int i, int j) { return ptx::permute_bytes(value(i), value(j), 0x5140); }, planes);
 }
 
 // A matrix of 32 by 32 bits, a word a lane: bit i of lane l <- bit l of lane i.

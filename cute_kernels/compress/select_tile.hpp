@@ -63,7 +63,7 @@ __device__ void read_planes(SelectStorage<Words> const& s, uint32_t (&planes)[Wo
       uint4 x4 = s.dense[lane][4 * w + v];
       pairs[4 * v] = x4.x, pairs[4 * v + 1] = x4.y, pairs[4 * v + 2] = x4.z, pairs[4 * v + 3] = x4.w;
     }
-    to_planes(pairs, all);
+    pairs_to_planes(pairs, all);
 #pragma unroll
     for (int p = 0; p < kMagnitudeBits; ++p) planes[w][p] = all[p];
   }

@@ -337,7 +337,6 @@ class cuda:
         head_dim: int,
         dtype: int,
         scales: int,
-        refused: int,
         stream: int,
     ) -> None: ...
     @staticmethod

@@ -122,13 +122,12 @@ def _empty_selection(x: Tensor) -> tuple[Tensor, Tensor]:
     return masks, torch.empty(heads, padded, dtype=torch.int32, device=x.device)
 
 
-def channel_scales(kernels: Kernels, x: Tensor, stream: int, refused: Tensor | None = None) -> Tensor:
-    """Those of `Scales.by_channel`. refused: of a GPU, is set to 0."""
+def channel_scales(kernels: Kernels, x: Tensor, stream: int) -> Tensor:
+    """Those of `Scales.by_channel`."""
     batch, kv_heads, _, head_dim = x.shape
     by_channel = _empty_scales(x, batch * kv_heads, _C.format.padded_head_dim(head_dim))
     operand = address(x), x.stride()[:3], *x.shape, DTYPE_IDS[x.dtype]
-    sets = (0 if refused is None else address(refused),) if kernels.device.type == "cuda" else ()
-    kernels.module.channel_scales(*operand, address(by_channel), *sets, stream)
+    kernels.module.channel_scales(*operand, address(by_channel), stream)
     return by_channel
 
 
@@ -196,7 +195,7 @@ def select_two_of_four(
     masks, counts = _empty_selection(x)
     scales, of_scales = None, _no_scales(kernels)
     if totals is not None:
-        scales = Scales(channel_scales(kernels, x, stream, totals[-1:]), _empty_token_scales(x))
+        scales = Scales(_empty_scales(x, *counts.shape), _empty_token_scales(x))
         of_scales = CODEC_IDS[codec], address(scales.by_channel), address(scales.by_token), address(totals[-1:])
     if role == "key":
         half = x.shape[3] // 2
