@@ -195,7 +195,10 @@ class Schedule {
   }
   // Of these. By work tile all do; else one without a KV tile, and without a work tile's own cost, does not.
   CUTE_HOST_DEVICE bool stores_partial(int split) const {
-    return Policy::kTilesAreCosts || params_.by_work_tile || cost_before(split) < cost_before(split + 1);
+    return all_store_partials() || cost_before(split) < cost_before(split + 1);
+  }
+  CUTE_HOST_DEVICE bool all_store_partials() const {
+    return Policy::kTilesAreCosts || params_.by_work_tile || partition().size > 0;
   }
 
   CUTE_HOST_DEVICE WorkTile work_tile(int index) const {

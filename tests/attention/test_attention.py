@@ -121,6 +121,14 @@ def test_splits(backend, num_splits, dtype, rng):
     check(backend, batch=3, queries=3, tokens=500, window=100, seq_lens=[500, 0, 257], **arguments)
 
 
+@pytest.mark.parametrize("kv_heads", [1, 2, 4, 8])
+@pytest.mark.parametrize("num_splits", [None, 10**12])
+def test_few_long_sequences(backend, num_splits, kv_heads, rng):
+    """Some hundred splits of a work tile, more than a warp has lanes."""
+    arguments = {"num_splits": num_splits, "dtype": rng.choice(oracle.DTYPES), "groups": rng.randint(1, 8)}
+    check(backend, batch=1, kv_heads=kv_heads, tokens=70_000 // kv_heads, window=40, **arguments)
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_any_call(backend, seed, rng):
     """Drawn at random."""
