@@ -34,13 +34,18 @@ compress::DenseView dense_view(uintptr_t x, Strides const& strides, format::Spar
           view.kv_heads,       view.tokens, view.head_dim, view.dtype};
 }
 
+// channel_scales, token_scales: written by the selection; 0: the codec has none.
+compress::TokenScaling token_scaling(int codec, uintptr_t channel_scales, uintptr_t token_scales, uintptr_t refused) {
+  return {static_cast<format::CodecId>(codec), to_pointer<uint16_t>(channel_scales), to_pointer<uint16_t>(token_scales),
+          to_pointer<int64_t>(refused), channel_scales != 0};
+}
+
 void select(uintptr_t x, Strides const& strides, int batch, int kv_heads, int64_t tokens, int head_dim, int dtype,
             int keep, uintptr_t masks, uintptr_t counts, uintptr_t pruned, int codec, uintptr_t channel_scales,
             uintptr_t token_scales, uintptr_t refused, uintptr_t stream) {
-  compress::TokenScaling scaling{static_cast<format::CodecId>(codec), to_pointer<uint16_t>(channel_scales),
-                                 to_pointer<uint16_t>(token_scales), to_pointer<int64_t>(refused), channel_scales != 0};
   compress::select(dense_view(x, strides, batch, kv_heads, tokens, head_dim, dtype), keep, to_pointer<uint32_t>(masks),
-                   to_pointer<int32_t>(counts), to_pointer<void>(pruned), scaling, stream_of(stream));
+                   to_pointer<int32_t>(counts), to_pointer<void>(pruned),
+                   token_scaling(codec, channel_scales, token_scales, refused), stream_of(stream));
 }
 
 void channel_scales(uintptr_t x, Strides const& strides, int batch, int kv_heads, int64_t tokens, int head_dim,
@@ -107,11 +112,10 @@ void select_two_of_four(uintptr_t x, Strides const& strides, int batch, int kv_h
                         int dtype, int role, uintptr_t channel_order, int keep, uintptr_t masks, uintptr_t counts,
                         int codec, uintptr_t channel_scales, uintptr_t token_scales, uintptr_t refused,
                         uintptr_t stream) {
-  compress::TokenScaling scaling{static_cast<format::CodecId>(codec), to_pointer<uint16_t>(channel_scales),
-                                 to_pointer<uint16_t>(token_scales), to_pointer<int64_t>(refused), channel_scales != 0};
   compress::select_two_of_four(dense_view(x, strides, batch, kv_heads, tokens, head_dim, dtype),
                                static_cast<format::Role>(role), to_pointer<uint8_t>(channel_order), keep,
-                               to_pointer<uint32_t>(masks), to_pointer<int32_t>(counts), scaling, stream_of(stream));
+                               to_pointer<uint32_t>(masks), to_pointer<int32_t>(counts),
+                               token_scaling(codec, channel_scales, token_scales, refused), stream_of(stream));
 }
 
 void order_slots(uintptr_t key_counts, int key_codec, uintptr_t key_longest, uintptr_t value_counts, int value_codec,

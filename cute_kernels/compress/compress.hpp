@@ -64,6 +64,10 @@ struct TokenScaling {
   bool chooses_channels = false;      // first writes channel_scale and sets `refused` to 0, by `channel_scales`
 };
 
+// Before a selection: makes zeros of its counts, unless they are null, and chooses the scales of channels where `scaling`
+// says so.
+void prepare_selection(DenseView const& x, TokenScaling const& scaling, int32_t* counts, cudaStream_t stream);
+
 // masks: what is kept and nonzero, with counts (batch * kv_heads, padded), the nonzeros of every channel; or both null.
 // pruned: contiguous copy with zeros for what is not kept, or null. keep = 0 keeps every nonzero.
 void select(DenseView const& x, int keep, uint32_t* masks, int32_t* counts, void* pruned, TokenScaling const& scaling,

@@ -83,4 +83,11 @@ void channel_scales(DenseView const& x, uint16_t* channel_scale, int32_t* counts
   check_cuda(cudaGetLastError(), "launch of channel_scales");
 }
 
+void prepare_selection(DenseView const& x, TokenScaling const& scaling, int32_t* counts, cudaStream_t stream) {
+  if (scaling.chooses_channels) return channel_scales(x, scaling.channel_scale, counts, scaling.refused, stream);
+  if (!counts) return;
+  size_t bytes = sizeof(int32_t) * x.batch * x.kv_heads * padded_head_dim(x.head_dim);
+  check_cuda(cudaMemsetAsync(counts, 0, bytes, stream), "memset of counts");
+}
+
 }  // namespace cute_kernels::compress

@@ -136,10 +136,7 @@ unsigned resident_ctas(Kernel kernel, int threads) {
 void select(DenseView const& x, int keep, uint32_t* masks, int32_t* counts, void* pruned, TokenScaling const& scaling,
             cudaStream_t stream) {
   int padded = format::padded_head_dim(x.head_dim), heads = x.batch * x.kv_heads;
-  if (scaling.chooses_channels)
-    channel_scales(x, scaling.channel_scale, counts, scaling.refused, stream);
-  else if (counts)
-    check_cuda(cudaMemsetAsync(counts, 0, sizeof(int32_t) * heads * padded, stream), "memset of counts");
+  prepare_selection(x, scaling, counts, stream);
   int64_t tiles = (x.tokens + format::kTileTokens - 1) / format::kTileTokens * heads;
   if (tiles > INT32_MAX / kHalves) throw std::invalid_argument("x: more than 2^30 tiles of 64 tokens");
   LaneScaling of_lanes(scaling.codec, scaling.refused);

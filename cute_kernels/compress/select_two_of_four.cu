@@ -363,17 +363,14 @@ void select_slots(DenseView const& x, Role role, CodecId codec, SlotSelection co
 
 void select_two_of_four(DenseView const& x, Role role, uint8_t const* channel_order, int keep, uint32_t* masks,
                         int32_t* counts, TokenScaling const& of_tokens, cudaStream_t stream) {
-  int padded = padded_head_dim(x.head_dim), heads = x.batch * x.kv_heads;
-  if (of_tokens.chooses_channels)
-    channel_scales(x, of_tokens.channel_scale, counts, of_tokens.refused, stream);
-  else
-    check_cuda(cudaMemsetAsync(counts, 0, sizeof(int32_t) * heads * padded, stream), "memset of counts");
+  prepare_selection(x, of_tokens, counts, stream);
   LaneScaling scaling(of_tokens.codec, of_tokens.refused);
-  visit_head_dim(padded, [&](auto head_dim) {
+  visit_head_dim(padded_head_dim(x.head_dim), [&](auto head_dim) {
     auto* kernel = role == Role::kKey ? select_two_of_four_kernel<Role::kKey, head_dim()>
                                       : select_two_of_four_kernel<Role::kValue, head_dim()>;
-    launch_tiles(kernel, int64_t{heads} * tiles_of_head(x), kThreads, 0, stream, "launch of select_two_of_four", x,
-                 x.has_vectors(), channel_order, keep, masks, counts, of_tokens, scaling, tiles_of_head(x));
+    launch_tiles(kernel, int64_t{x.batch} * x.kv_heads * tiles_of_head(x), kThreads, 0, stream,
+                 "launch of select_two_of_four", x, x.has_vectors(), channel_order, keep, masks, counts, of_tokens,
+                 scaling, tiles_of_head(x));
   });
 }
 

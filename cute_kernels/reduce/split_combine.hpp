@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineBlocks)
   if constexpr (Policy::kSumsInCta) {
     if (output.summed_splits) range.to_ctas(schedule, work_tile, output.summed_splits);
   }
-  bool all_store = schedule.all_store_partials();  // looked up here, so that nothing but loads follows the wait
+  bool all_store = schedule.all_store_partials();  // looked up ahead of the wait
   Accumulator sum;
   ptx::wait_for_primary();
   if constexpr (Policy::kSumsInCta) {

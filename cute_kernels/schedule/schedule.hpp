@@ -197,6 +197,7 @@ class Schedule {
   CUTE_HOST_DEVICE bool stores_partial(int split) const {
     return all_store_partials() || cost_before(split) < cost_before(split + 1);
   }
+  // Whether every split does, without a look at each.
   CUTE_HOST_DEVICE bool all_store_partials() const {
     return Policy::kTilesAreCosts || params_.by_work_tile || partition().size > 0;
   }

@@ -60,7 +60,7 @@ def prune(
         checks.role(role)
     x = checks.dense_cache(x, "x")
     kept = _kept(rule, x.shape[3], sparsity, keep)
-    if _has_select_kernels(rule, x):
+    if _has_select_kernels(rule, x) and ops.direct(x):  # they need storage, whose size no recorded call knows
         codec = chosen_codec(None, "codec", x.dtype)
         (storage,) = _compress([_cache(x, role or "key", rule, kept, codec, BITMAP, None)])
         return decompress(from_storage(storage))

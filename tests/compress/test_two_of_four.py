@@ -101,7 +101,7 @@ def test_long_caches_are_ordered_by_a_part_of_their_tokens(tokens, tile_format, 
 @pytest.mark.parametrize("role", ROLES)
 @pytest.mark.parametrize("method", ["2of4", "magnitude-2of4"])
 def test_watched_calls(method, role, preallocated, device, rng):
-    """Profiled or compiled, calls store what they store else; on a GPU its kernels choose it: torch sorts nothing."""
+    """Profiled or compiled, calls keep what they keep else; storing it on a GPU, torch sorts nothing: kernels do."""
     x = oracle.lognormal_channels(1, 2, 130, 64).to(device)
     keep = {} if method == "2of4" else {"keep": 20}
     expected = two_of_four(x.cpu(), role, keep.get("keep"), limit=bool(keep))
@@ -115,8 +115,10 @@ def test_watched_calls(method, role, preallocated, device, rng):
     assert oracle.same_bits(ck.decompress(kv), expected)
     names = {event.key for event in profile.key_averages()}
     assert device.type == "cpu" or not names & {"aten::sort", "aten::argsort", "aten::topk"}
+    torch._dynamo.reset()
+    prune = torch.compile(lambda x: ck.prune(x, role=role, method=method, **keep), backend="aot_eager")
+    assert oracle.same_bits(prune(x), expected)
     if out is not None:
-        torch._dynamo.reset()
         compress(torch.zeros_like(x))
         torch.compile(compress, backend="aot_eager")(x)
         assert oracle.same_bits(ck.decompress(out), expected)

@@ -78,10 +78,18 @@ def eager(*tensors: Tensor | None) -> bool:
 
 def unobserved() -> bool:
     """The part of `eager` that does not depend on the tensors."""
+    return not profiler._is_profiler_enabled and _is_direct()
+
+
+def direct(*tensors: Tensor | None) -> bool:
+    """As `eager`, but the call may be profiled: these are real tensors, and it runs once, here."""
+    return _is_direct() and _PLAIN.issuperset(map(type, tensors))
+
+
+def _is_direct() -> bool:
     return (
         not is_compiling()
         and not _len_torch_dispatch_stack()
         and peek_interpreter_stack() is None
         and not _is_tracing()
-        and not profiler._is_profiler_enabled
     )

@@ -162,6 +162,13 @@ def _count_kept(kernels: Kernels, x: Tensor, kept: int, stream: int) -> Tensor:
     return counts
 
 
+def _of_selection(codec: str, scales: Scales | None, totals: Tensor | None) -> tuple[int, int, int, int]:
+    """What a selection on a GPU takes of a codec: its scales and the last of the totals, which it writes."""
+    if scales is None or totals is None:
+        return 0, 0, 0, 0
+    return CODEC_IDS[codec], address(scales.by_channel), address(scales.by_token), address(totals[-1:])
+
+
 def select(
     kernels: Kernels, x: Tensor, kept: int, stream: int, codec: str = "", totals: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Scales | None]:
@@ -173,11 +180,8 @@ def select(
     scales = None if totals is None else Scales(_empty_scales(x, *counts.shape), _empty_token_scales(x))
     operand = address(x), x.stride()[:3], *x.shape, DTYPE_IDS[x.dtype]
     if kernels.device.type == "cuda":
-        of_scales = _no_scales(kernels)
-        if scales is not None and totals is not None:
-            by_channel, by_token = address(scales.by_channel), address(scales.by_token)
-            of_scales = CODEC_IDS[codec], by_channel, by_token, address(totals[-1:])
-        kernels.module.select(*operand, kept, address(masks), address(counts), 0, *of_scales, stream)
+        of_codec = _of_selection(codec, scales, totals)
+        kernels.module.select(*operand, kept, address(masks), address(counts), 0, *of_codec, stream)
         return masks, counts, scales
     kernels.module.select(*operand, kept, address(masks), address(counts), 0, stream)
     if scales is not None and totals is not None:
@@ -193,10 +197,8 @@ def select_two_of_four(
 ) -> tuple[Tensor, Tensor, Scales | None]:
     """As `select`, on a GPU, by rule "magnitude-2of4", or, kept 0, by "2of4"."""
     masks, counts = _empty_selection(x)
-    scales, of_scales = None, _no_scales(kernels)
-    if totals is not None:
-        scales = Scales(_empty_scales(x, *counts.shape), _empty_token_scales(x))
-        of_scales = CODEC_IDS[codec], address(scales.by_channel), address(scales.by_token), address(totals[-1:])
+    scales = None if totals is None else Scales(_empty_scales(x, *counts.shape), _empty_token_scales(x))
+    of_codec = _of_selection(codec, scales, totals)
     if role == "key":
         half = x.shape[3] // 2
         order, _ = order_channels(kernels, x, min(kept or half, half), True, stream)
@@ -204,7 +206,7 @@ def select_two_of_four(
         order = memory_order(x)
     operand = address(x), x.stride()[:3], *x.shape, DTYPE_IDS[x.dtype]
     kernels.module.select_two_of_four(
-        *operand, ROLE_IDS[role], address(order), kept, address(masks), address(counts), *of_scales, stream
+        *operand, ROLE_IDS[role], address(order), kept, address(masks), address(counts), *of_codec, stream
     )
     return masks, counts, scales
 
