@@ -1,4 +1,4 @@
-// The scales of channels, one CTA for a group of a head's channels.
+// The scales of channels, one CTA for a head.
 #include "cute_kernels/common/error.hpp"
 #include "cute_kernels/common/numeric.hpp"
 #include "cute_kernels/compress/compress.hpp"
@@ -8,16 +8,16 @@ namespace {
 
 using namespace format;
 
-constexpr int kVector = 8;  // channels of a thread
-constexpr int kGroup = 32;  // channels of a CTA: its first warp has a lane for each
-constexpr int kColumns = kGroup / kVector, kThreads = kScaleSums * kColumns;
+constexpr int kVector = 8;          // channels of a thread
+constexpr int kMostChannels = 128;  // of a CTA at a time
 
-// To thread i below kGroup: the scale of channel first + i, 0 if that has no nonzero.
-template <class X>
-__device__ uint32_t scale_of_channel(DenseView const& x, bool vectors, unsigned head, int first) {
-  __shared__ ChannelSum sums[kScaleSums][kGroup];
+// To thread i below kChannels: the scale of channel first + i by its own nonzeros, 0 if it has none.
+template <class X, int kChannels>
+__device__ uint16_t scale_of_channel(DenseView const& x, bool vectors, int first) {
+  constexpr int kColumns = kChannels / kVector;
+  __shared__ ChannelSum sums[kScaleSums][kChannels];
   int sum = threadIdx.x / kColumns, column = threadIdx.x % kColumns * kVector;
-  auto const* from = x.row(head, 0) + first + column;
+  auto const* from = x.row(blockIdx.x, 0) + first + column;
   int64_t tokens = first + column < x.head_dim ? x.tokens : 0;           // that these channels have
   alignas(16) uint16_t values[kScaleTokens / kScaleSums][kVector] = {};  // all on their way together; zeros add nothing
 #pragma unroll
@@ -40,7 +40,7 @@ __device__ uint32_t scale_of_channel(DenseView const& x, bool vectors, unsigned 
 #pragma unroll
   for (int j = 0; j < kVector; ++j) sums[sum][column + j] = of_channels[j];
   __syncthreads();
-  if (threadIdx.x >= kGroup) return 0;
+  if (threadIdx.x >= kChannels) return 0;
   ChannelSum total = sums[0][threadIdx.x];
 #pragma unroll
   for (int i = 1; i < kScaleSums; ++i) total.add(sums[i][threadIdx.x]);
@@ -48,38 +48,48 @@ __device__ uint32_t scale_of_channel(DenseView const& x, bool vectors, unsigned 
 }
 
 // vectors: see DenseView.
-template <class X>
-__global__ void __launch_bounds__(kThreads)
-    channel_scales_kernel(DenseView x, bool vectors, int padded, uint16_t* channel_scale, int32_t* counts,
-                          int64_t* refused) {
-  unsigned groups = padded / kGroup, head = blockIdx.x / groups;
-  int first = blockIdx.x % groups * kGroup;
+template <class X, int kPadded>
+__global__ void __launch_bounds__(kScaleSums* std::min(kPadded, kMostChannels) / kVector)
+    channel_scales_kernel(DenseView x, bool vectors, uint16_t* channel_scale, int32_t* counts, int64_t* refused) {
+  constexpr int kChannels = std::min(kPadded, kMostChannels), kPasses = kPadded / kChannels;
+  __shared__ unsigned most;
+  if (threadIdx.x == 0) most = 0;
   if (refused && blockIdx.x == 0 && threadIdx.x == 0) *refused = 0;
-  uint32_t scale = 0, most = 0;  // most: the largest of the channels that this thread has seen
-#pragma unroll 1
-  for (int i = 0; i < padded; i += kGroup) {
-    uint32_t found = scale_of_channel<X>(x, vectors, head, (first + i) % padded);
-    if (i == 0) scale = found;
-    most = max(most, found);
-    // The other groups count only where a channel of this one takes the largest scale of its head.
-    if (i == 0 && !__syncthreads_or(threadIdx.x < kGroup && scale == 0)) break;
+  uint16_t own[kPasses];
+#pragma unroll
+  for (int i = 0; i < kPasses; ++i) own[i] = scale_of_channel<X, kChannels>(x, vectors, i * kChannels);
+  if (threadIdx.x < kChannels) {
+    unsigned largest = own[0];
+#pragma unroll
+    for (int i = 1; i < kPasses; ++i) largest = max(largest, unsigned{own[i]});
+    largest = __reduce_max_sync(~0u, largest);
+    if (threadIdx.x % 32 == 0) atomicMax(&most, largest);
   }
-  if (threadIdx.x >= kGroup) return;
-  most = __reduce_max_sync(~0u, most);
-  if (scale == 0) scale = most ? most : kScaleOfOne;
-  int64_t channel = int64_t{blockIdx.x} * kGroup + threadIdx.x;
-  channel_scale[channel] = static_cast<uint16_t>(scale);
-  if (counts) counts[channel] = 0;
+  __syncthreads();
+  if (threadIdx.x >= kChannels) return;
+#pragma unroll
+  for (int i = 0; i < kPasses; ++i) {
+    int64_t channel = int64_t{blockIdx.x} * kPadded + i * kChannels + threadIdx.x;
+    channel_scale[channel] = format::channel_scale(own[i], static_cast<uint16_t>(most));
+    if (counts) counts[channel] = 0;
+  }
+}
+
+template <class X>
+void launch(DenseView const& x, uint16_t* channel_scale, int32_t* counts, int64_t* refused, cudaStream_t stream) {
+  visit_head_dim(padded_head_dim(x.head_dim), [&](auto padded) {
+    constexpr int kPadded = padded(), kThreads = kScaleSums * std::min(kPadded, kMostChannels) / kVector;
+    channel_scales_kernel<X, kPadded><<<static_cast<unsigned>(x.batch * x.kv_heads), kThreads, 0, stream>>>(
+        x, x.has_vectors(), channel_scale, counts, refused);
+  });
 }
 
 }  // namespace
 
 void channel_scales(DenseView const& x, uint16_t* channel_scale, int32_t* counts, int64_t* refused,
                     cudaStream_t stream) {
-  int padded = padded_head_dim(x.head_dim);
-  auto* kernel = x.dtype == DType::kBFloat16 ? channel_scales_kernel<bfloat16_t> : channel_scales_kernel<half_t>;
-  kernel<<<static_cast<unsigned>(x.batch * x.kv_heads * (padded / kGroup)), kThreads, 0, stream>>>(
-      x, x.has_vectors(), padded, channel_scale, counts, refused);
+  auto* launch_for_dtype = x.dtype == DType::kBFloat16 ? launch<bfloat16_t> : launch<half_t>;
+  launch_for_dtype(x, channel_scale, counts, refused, stream);
   check_cuda(cudaGetLastError(), "launch of channel_scales");
 }
 

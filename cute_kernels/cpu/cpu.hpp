@@ -68,9 +68,9 @@ struct SlotOperand {
 void order_slots(SlotOperand& keys, SlotOperand& values, int64_t heads, int64_t tokens, int padded_head_dim,
                  uint8_t* token_order, int threads);
 
-// The scales of a narrow codec, see format/codec/scales.hpp. `channel_scales` (batch * kv_heads, padded), by channel: one
-// without a nonzero takes the largest of its head, 1 if there is none. `token_scales` (batch * kv_heads, tiles * 64), by
-// token, from what is kept; returns how many of those the codec cannot store: infinities, and NaN unless it has one.
+// The scales of a narrow codec, see format/codec/scales.hpp. `channel_scales` (batch * kv_heads, padded), by channel.
+// `token_scales` (batch * kv_heads, tiles * 64), by token, from what is kept; returns how many of those the codec cannot
+// store: infinities, and NaN unless it has one.
 void channel_scales(DenseView const& x, uint16_t* channel_scale, int threads);
 int64_t token_scales(DenseView const& x, uint32_t const* masks, format::CodecId codec, uint16_t const* channel_scale,
                      uint16_t* token_scale, int threads);

@@ -75,8 +75,7 @@ void channel_scales(DenseView const& x, uint16_t* channel_scale, int threads) {
         for (int c = 0; c < padded; ++c) sums[c].add(sums[i * padded + c]);
       uint16_t most = 0;
       for (int c = 0; c < padded; ++c) most = std::max(most, sums[c].scale());
-      if (most == 0) most = format::kScaleOfOne;
-      for (int c = 0; c < padded; ++c) channel_scale[head * padded + c] = sums[c].count ? sums[c].scale() : most;
+      for (int c = 0; c < padded; ++c) channel_scale[head * padded + c] = format::channel_scale(sums[c].scale(), most);
     }
   });
 }

@@ -109,6 +109,20 @@ def test_tokens_and_channels_of_zeros(codec, rng):
     check_stored(ck.compress(x, role="key", codec=codec), oracle.narrow(x, None, codec))
 
 
+@pytest.mark.parametrize("codec", NARROW)
+@pytest.mark.parametrize("shape", [(1, 2, 1, 64), (2, 2, 150, 80), (1, 1, 70, 256)])
+def test_quiet_channels(shape, codec, rng, device):
+    """Their scales are no less than 2^-10 of the largest of their head, whatever a head beside theirs has."""
+    x = oracle.gaussian(*shape)
+    quiet = rng.sample(range(shape[3]), shape[3] // 3)
+    x[..., quiet] *= 2.0 ** -torch.randint(8, 16, (len(quiet),))
+    x[:, -1] *= 2.0**-6
+    kv = ck.compress(x.to(device), role=rng.choice(ROLES), codec=codec)
+    check_stored(kv.to("cpu"), oracle.narrow(x, None, codec))
+    scale = kv.channel_scale.double()[..., : shape[3]]
+    assert bool((scale >= 2.0**-10 * scale.amax(-1, keepdim=True)).all())
+
+
 def test_what_a_codec_cannot_store(rng):
     for number, refused in ((float("inf"), NARROW), (float("-inf"), NARROW), (float("nan"), ("int8", "int4"))):
         x = oracle.gaussian(1, 2, 150, 64)

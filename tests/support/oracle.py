@@ -80,7 +80,8 @@ SCALE_TOKENS = 512  # from which the scales of channels are chosen
 
 
 def channel_scales(x: torch.Tensor, scale_tokens: int = SCALE_TOKENS) -> torch.Tensor:
-    """(B, H, T, D) -> (B, H, 1, D) float64: the mean magnitude of a channel's nonzeros among the first tokens, in bf16.
+    """(B, H, T, D) -> (B, H, 1, D) float64: the mean magnitude of a channel's nonzeros among the first tokens, in bf16,
+    at least 2^-10 of the head's largest.
 
     Added up in float, every 32nd token to a sum, then the sums.
     """
@@ -93,7 +94,8 @@ def channel_scales(x: torch.Tensor, scale_tokens: int = SCALE_TOKENS) -> torch.T
     mean = (total / count).bfloat16().double().clamp(2.0**-100, 2.0**100)
     scales = torch.where(count > 0, mean, 0.0)
     most = scales.amax(-1, keepdim=True)
-    return torch.where(scales > 0, scales, torch.where(most > 0, most, 1.0))
+    scales = torch.where(scales > 0, scales.maximum(most * 2.0**-10), most)
+    return torch.where(most > 0, scales, 1.0)
 
 
 def token_scales(pruned: torch.Tensor, of_channel: torch.Tensor, largest_number: float) -> torch.Tensor:

@@ -16,6 +16,7 @@ inline constexpr int kScaleSums = 32;                 // that a channel's magnit
 inline constexpr uint16_t kScaleOfOne = 0x3f80;
 inline constexpr int kMaxScaleLog2 = 48;          // a token's scale is within 2^-48 and 2^48
 inline constexpr int kMaxChannelScaleLog2 = 100;  // a channel's within 2^-100 and 2^100
+inline constexpr int kLeastOfHeadLog2 = 10;       // and no less than 2^-10 of its head's largest
 
 CUTE_HOST_DEVICE float scale_value(uint16_t scale) { return bits_float(uint32_t{scale} << 16); }
 
@@ -50,6 +51,15 @@ struct ChannelSum {
     return count == 0 ? uint16_t{0} : to_scale<false, kMaxChannelScaleLog2>(sum / static_cast<float>(count));
   }
 };
+
+// A channel's scale beside others of its head. own: of its sum; most: the largest of those. Kernels divide dense tokens by
+// it, in fp16: a channel must not be so quiet that those of a louder time are out of range.
+CUTE_HOST_DEVICE uint16_t channel_scale(uint16_t own, uint16_t most) {
+  if (most == 0) return kScaleOfOne;
+  uint16_t const least = static_cast<uint16_t>(most - (kLeastOfHeadLog2 << 7));
+  return own == 0 ? most : own < least ? least : own;
+}
+static_assert(kMaxChannelScaleLog2 + kLeastOfHeadLog2 < 127);  // a normal number
 
 // largest: of |x| / channel's scale of what a token keeps. If that is nothing, the scale is the least: products that are
 // rounded relative to the largest of several tokens must not lose others' beside it.

@@ -8,20 +8,22 @@ from torch import Tensor
 from cute_kernels._runtime.extension import SCALED_CODECS, TILE_TOKENS
 
 CODECS = tuple(sorted(SCALED_CODECS))
+_LEAST_OF_HEAD = 2.0**-10  # a channel's scale, of the largest of its head
 _LARGEST = {"fp8": 448.0, "int8": 127.0, "int4": 7.0}
 
 
 def channel_scales(x: Tensor) -> Tensor:
     """(..., T, D) before pruning -> (..., 1, D) float32: the mean magnitude of a channel's nonzeros in the first tile,
     as caches that grow choose it for rule "magnitude" (for other rules they take it after pruning). A channel of zeros
-    takes the largest of its head."""
+    takes the largest of its head, a quiet one 2^-10 of it."""
     first = x[..., :TILE_TOKENS, :].float().abs()
     first = torch.where(first.isfinite(), first, 0.0)
     count = (first > 0).sum(-2, keepdim=True)
     scales = (first.sum(-2, keepdim=True) / count.clamp(min=1)).bfloat16().float().clamp(2.0**-100, 2.0**100)
     scales = torch.where(count > 0, scales, 0.0)
     most = scales.amax(-1, keepdim=True)
-    return torch.where(scales > 0, scales, torch.where(most > 0, most, 1.0))
+    scales = torch.where(scales > 0, scales.maximum(most * _LEAST_OF_HEAD), most)
+    return torch.where(most > 0, scales, 1.0)
 
 
 def rounded(x: Tensor, codec: str, of_channel: Tensor) -> Tensor:
