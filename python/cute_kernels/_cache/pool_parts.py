@@ -34,7 +34,7 @@ class Part:
         return Channels(self.channels[sequences], scales)
 
     def choose(self, kernels: Kernels, cache: Cache, sequences: Tensor, stream: int) -> None:
-        """Orders of the sequences' channels by these tokens, 2048 of a head at most, or as in memory for values of
+        """Orders of the sequences' channels by these tokens, 1024 of a head at most, or as in memory for values of
         exactly two of four; scales by the first tile."""
         chosen = two_of_four.choose_channels(kernels, cache, False, TILE_TOKENS, stream)
         self.channels[sequences] = chosen.order

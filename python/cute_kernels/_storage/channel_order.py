@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-COUNTED_TOKENS = 2048  # of a head, at most
+COUNTED_TOKENS = 1024  # of a head, at most
 
 
 def counted_tokens(x: Tensor) -> Tensor:
-    """The tokens of x (B, Hkv, T, D) that are counted to order the channels: all of up to 2048, else 2048 at most that
+    """The tokens of x (B, Hkv, T, D) that are counted to order the channels: all of up to 1024, else 1024 at most that
     are equally far apart. It is a view."""
     return x[:, :, :: max(1, -(-x.shape[2] // COUNTED_TOKENS))]
 

@@ -23,7 +23,7 @@ class TwoOfFour(Rule):
 
     Neighbours are those along the product's inner dimension. Of values: four consecutive tokens, counted from the
     first. Of keys: four channels in the order that `channel_order` chooses such that channels with many large elements
-    do not meet: from 2048 tokens of the cache at most or, in a cache that grows, from the first tokens of a sequence
+    do not meet: from 1024 tokens of the cache at most or, in a cache that grows, from the first tokens of a sequence
     that it stores.
     """
 
@@ -93,7 +93,7 @@ def channel_order(x: Tensor, kept: int) -> Tensor:
     """The order of channels, (B, Hkv, D) int64, whose fours are neighbours for `TwoOfFour`: position -> channel.
 
     Channels that are often among the `kept` largest of their token, and not zero, are kept apart: see `dealt_apart`.
-    2048 tokens of a head at most are looked at.
+    1024 tokens of a head at most are looked at.
     """
     x = counted_tokens(x)
     return dealt_apart((largest(x.abs(), kept, 3) & (x != 0)).sum(2))
