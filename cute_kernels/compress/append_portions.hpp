@@ -124,7 +124,7 @@ struct AppendPart {
     }
     part.sync();
     for (int c = thread; c < HeadDim; c += Shape::kPartThreads) {
-      if (s.channel_scale[c] == 0) s.channel_scale[c] = static_cast<uint16_t>(most ? most : kScaleOfOne);
+      s.channel_scale[c] = format::channel_scale(s.channel_scale[c], static_cast<uint16_t>(most));
       s.per_channel[c] = 1 / scale_value(s.channel_scale[c]);
     }
     part.sync();

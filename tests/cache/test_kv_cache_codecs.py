@@ -59,6 +59,22 @@ def test_a_sequence_does_not_depend_on_its_chunks(device, codec, rng):
             check(cache, row, k[row], v[row])
 
 
+@pytest.mark.parametrize("codec", NARROW)
+def test_channels_that_are_quiet_in_the_first_tile(device, codec, rng):
+    """Their scales are chosen by it, no less than 2^-10 of the largest of their head, in whatever chunks tokens come."""
+    k, v = (oracle.gaussian(2, 2, 300, 16) for _ in range(2))
+    for x in (k, v):
+        x[:, :, :TILE, rng.sample(range(16), 6)] *= 2.0 ** -torch.randint(8, 15, (6,))
+        x[:, 1] *= 2.0**-5
+    k, v = k.to(device), v.to(device)
+    caches = [make(device, codec=codec, window=rng.choice([0, 20])) for _ in range(2)]
+    caches[0].prefill(k, v)
+    append_in_chunks(caches[1], k, v, rng)
+    for cache in caches:
+        for row in range(2):
+            check(cache, row, k[row], v[row])
+
+
 @pytest.mark.parametrize("codec", [*NARROW, ("int8", "int4"), ("fp16", "fp8")], ids=str)
 def test_attention(backend, codec, rng):
     codecs = (codec, codec) if isinstance(codec, str) else codec
