@@ -50,7 +50,8 @@ struct DenseView {
 // order, for `pack`.
 constexpr int64_t mask_bytes(int padded_head_dim) { return int64_t{format::kTileTokens} * padded_head_dim / 8; }
 
-// The scales of channels of a narrow codec, (batch * kv_heads, padded) by channel: see format/codec/scales.hpp. Sets `counts`, of as many channels, and `refused` to 0 unless they are null.
+// The scales of channels of a narrow codec, (batch * kv_heads, padded) by channel: see format/codec/scales.hpp. Sets
+// `counts`, of as many channels, and `refused` to 0 unless they are null.
 void channel_scales(DenseView const& x, uint16_t* channel_scale, int32_t* counts, int64_t* refused,
                     cudaStream_t stream);
 

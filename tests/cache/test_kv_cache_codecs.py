@@ -61,7 +61,7 @@ def test_a_sequence_does_not_depend_on_its_chunks(device, codec, rng):
 
 @pytest.mark.parametrize("codec", NARROW)
 def test_channels_that_are_quiet_in_the_first_tile(device, codec, rng):
-    """Their scales are chosen by it, no less than 2^-10 of the largest of their head, in whatever chunks tokens come."""
+    """It decides their scales, which are at least 2^-10 of their head's largest, in whatever chunks tokens come."""
     k, v = (oracle.gaussian(2, 2, 300, 16) for _ in range(2))
     for x in (k, v):
         x[:, :, :TILE, rng.sample(range(16), 6)] *= 2.0 ** -torch.randint(8, 15, (6,))

@@ -183,22 +183,22 @@ def test_attention(dtype, together, codec, name, rng):
 @pytest.mark.parametrize("codec", NARROW)
 @pytest.mark.parametrize("dtype", oracle.DTYPES, ids=str)
 def test_small_weights(dtype, codec, queries, name, rng):
-    """Weights from 2^-14 of a row's largest on have the precision of results, all 2^-24 of it: every channel of the
-    output is one token's."""
+    """Weights from 2^-14 of a row's largest on have the precision of results, smaller ones are off by 2^-24 of it at
+    most. Every channel of the output is one token's."""
     k = torch.zeros(1, 1, 64, 64)
     k[..., 0] = -torch.linspace(0.25, 28, 64)[torch.randperm(64)]
-    v = 3 * torch.diag(torch.randint(0, 2, (64,)) * 2.0 - 1)[None, None]
+    v = 300 * torch.diag(torch.randint(0, 2, (64,)) * 2.0 - 1)[None, None]
     K, V = ck.compress_kv(k.to(dtype).cuda(), v.to(dtype).cuda(), codec=codec)
     q = torch.full((1, 1, queries, 64), 0.693, dtype=dtype, device="cuda")
     options = {"scale": 1.0, "causal": False}
     out = ck.sparse_attention(q, K, V, backend=name, **options).double().cpu()
     expected, _ = oracle.attention(q.cpu(), exact(K), exact(V), 1.0, causal=False)
-    weight = expected.abs() / 3
+    weight = expected.abs() / 300
     of_largest = weight / weight.amax(-1, keepdim=True)
     logits = -oracle.qk(q.cpu(), exact(K), 1.0)
     relative = TOLERANCE[dtype] + 2 * 2.0**-11 * logits  # q times a scale is rounded to float16
     off = (out - expected).abs()
-    assert bool((off <= relative * expected.abs() + 3 * 2.0**-24 * weight.amax()).all())
+    assert bool((off <= relative * expected.abs() + 300 * 2.0**-24 * weight.amax()).all())
     assert bool((off <= relative * expected.abs())[of_largest >= 2.0**-14].all())
 
 

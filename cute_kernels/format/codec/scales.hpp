@@ -52,8 +52,9 @@ struct ChannelSum {
   }
 };
 
-// A channel's scale beside others of its head. own: of its sum; most: the largest of those. Kernels divide dense tokens by
-// it, in fp16: a channel must not be so quiet that those of a louder time are out of range.
+// A channel's scale beside others of its head. own: of its sum, 0 if it has no nonzero, and then it takes the largest;
+// most: the largest of those, 0 if there is none. The prefill kernel divides dense tokens by it and rounds them to fp16: a
+// channel must not be so quiet that those of a louder time are out of range.
 CUTE_HOST_DEVICE uint16_t channel_scale(uint16_t own, uint16_t most) {
   if (most == 0) return kScaleOfOne;
   uint16_t const least = static_cast<uint16_t>(most - (kLeastOfHeadLog2 << 7));

@@ -1,6 +1,6 @@
 // The scales of tokens in units of a narrow codec: numbers of codes, in fp16, are multiplied by them, those of a row by the
 // scale of keys, those of a column by that of values. Scales of channels are in q and in the output (scales.hpp), so what
-// multiplies is relative to its channel's mean magnitude, whatever the dtype of the cache.
+// multiplies is relative to its channel's scale, whatever the dtype of the cache.
 #pragma once
 
 #include <cutlass/arch/memory.h>
