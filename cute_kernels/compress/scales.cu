@@ -1,4 +1,6 @@
 // The scales of channels, one CTA for a head.
+#include <algorithm>
+
 #include "cute_kernels/common/error.hpp"
 #include "cute_kernels/common/numeric.hpp"
 #include "cute_kernels/compress/compress.hpp"
@@ -8,8 +10,11 @@ namespace {
 
 using namespace format;
 
-constexpr int kVector = 8;          // channels of a thread
-constexpr int kMostChannels = 128;  // of a CTA at a time
+constexpr int kVector = 8;  // channels of a thread
+template <int kPadded>
+constexpr int kChannelsAtOnce = std::min(kPadded, 128);  // of a CTA
+template <int kPadded>
+constexpr int kThreads = kScaleSums * kChannelsAtOnce<kPadded> / kVector;
 
 // To thread i below kChannels: the scale of channel first + i by its own nonzeros, 0 if it has none.
 template <class X, int kChannels>
@@ -49,9 +54,9 @@ __device__ uint16_t scale_of_channel(DenseView const& x, bool vectors, int first
 
 // vectors: see DenseView.
 template <class X, int kPadded>
-__global__ void __launch_bounds__(kScaleSums* std::min(kPadded, kMostChannels) / kVector)
+__global__ void __launch_bounds__(kThreads<kPadded>)
     channel_scales_kernel(DenseView x, bool vectors, uint16_t* channel_scale, int32_t* counts, int64_t* refused) {
-  constexpr int kChannels = std::min(kPadded, kMostChannels), kPasses = kPadded / kChannels;
+  constexpr int kChannels = kChannelsAtOnce<kPadded>, kPasses = kPadded / kChannels;
   __shared__ unsigned most;
   if (threadIdx.x == 0) most = 0;
   if (refused && blockIdx.x == 0 && threadIdx.x == 0) *refused = 0;
@@ -78,8 +83,7 @@ __global__ void __launch_bounds__(kScaleSums* std::min(kPadded, kMostChannels) /
 template <class X>
 void launch(DenseView const& x, uint16_t* channel_scale, int32_t* counts, int64_t* refused, cudaStream_t stream) {
   visit_head_dim(padded_head_dim(x.head_dim), [&](auto padded) {
-    constexpr int kPadded = padded(), kThreads = kScaleSums * std::min(kPadded, kMostChannels) / kVector;
-    channel_scales_kernel<X, kPadded><<<static_cast<unsigned>(x.batch * x.kv_heads), kThreads, 0, stream>>>(
+    channel_scales_kernel<X, padded()><<<static_cast<unsigned>(x.batch * x.kv_heads), kThreads<padded()>, 0, stream>>>(
         x, x.has_vectors(), channel_scale, counts, refused);
   });
 }

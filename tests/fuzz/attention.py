@@ -15,8 +15,7 @@ from tests.support import oracle
 
 _LOGIT_ERROR = 2.0**-20  # of the sum of a logit's magnitudes
 _ROUNDED_Q_ERROR = 2.0**-11  # where q, times the scales of a narrow codec, is rounded to float16
-# Of a row's largest: those below may count as zero. GPU kernels have them in the dtype that values are multiplied in,
-# float16 for narrow codecs (docs/building.md, "Numerics"; test_codecs_gpu.py, test_small_weights), others in float32.
+# Of a row's largest: those below may count as zero. GPU kernels have them in the dtype of values, others in float32.
 _SMALLEST_WEIGHT = {torch.float16: 2.0**-24, torch.bfloat16: 2.0**-120}
 _LARGEST_ERROR = 0.3  # beyond such errors of logits nothing is known of weights
 
@@ -61,8 +60,8 @@ def run(case: Case) -> None:
                 backend=name,
             )
     factor = head_dim**-0.5 if scale is None else scale
-    narrow = case.device == "cuda" and name != "reference" and keys.channel_scale is not None
-    compare(case, out, lse, q, dense, factor, window, lengths, causal, narrow)
+    rounds_q = case.device == "cuda" and name != "reference" and keys.channel_scale is not None
+    compare(case, out, lse, q, dense, factor, window, lengths, causal, _ROUNDED_Q_ERROR if rounds_q else _LOGIT_ERROR)
 
 
 def _lengths(case: Case, batch: int, tokens: int) -> list[int] | None:
@@ -109,20 +108,18 @@ def compare(
     window: tuple[Tensor, Tensor] | None,
     lengths: list[int] | None,
     causal: bool,
-    narrow: bool = False,
+    logit_error: float = _LOGIT_ERROR,
 ) -> None:
-    """narrow: a GPU's kernel multiplies in float16, whatever the dtype."""
     keys, values = (torch.where(x.isfinite(), x, 0.0) for x in dense)  # what is not finite is behind the end
     want, want_lse = oracle.attention(q, keys, values, scale, window, lengths, causal)
     positive = None if window is None else (window[0], window[1].abs())
     terms, _ = oracle.attention(q, keys, values.abs(), scale, positive, lengths, causal)
-    weights = torch.float16 if narrow else out.dtype if case.device == "cuda" else torch.bfloat16
-    lost = _SMALLEST_WEIGHT[weights] / TOLERANCE[out.dtype]
+    lost = _SMALLEST_WEIGHT[out.dtype if case.device == "cuda" else torch.bfloat16] / TOLERANCE[out.dtype]
     every_value = values if window is None else torch.cat([values, window[1]], dim=2)
     terms = terms + lost * oracle.for_query_heads(every_value.abs(), q.shape[1]).sum(2, keepdim=True)
     every_key = keys if window is None else torch.cat([keys, window[0]], dim=2)
     logits = oracle.qk(q.abs(), every_key.abs(), abs(scale))
-    error = (_ROUNDED_Q_ERROR if narrow else _LOGIT_ERROR) * (float(logits.max()) if logits.numel() else 0.0)
+    error = logit_error * (float(logits.max()) if logits.numel() else 0.0)
     case.note("error of logits", error)
     case.require(torch.equal(lse.cpu() == float("-inf"), want_lse == float("-inf")), "lse: -inf is elsewhere")
     if error <= _LARGEST_ERROR:
