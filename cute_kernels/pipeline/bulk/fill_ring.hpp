@@ -23,11 +23,25 @@ CUTE_DEVICE T of_lane(T const& x, int lane) {
   return result;
 }
 
+// Waits until the tile for `at` may be in flight beside those before it.
+template <class TileLoad>
+CUTE_DEVICE void wait_in_flight(StageRing const& ring, RingIndex at) {
+  int first = at.stage - TileLoad::first_in_flight(ring.shape), in_flight = TileLoad::in_flight(ring.shape);
+  if (at.use == 0 && first >= 0) {
+    ring.wait_full({first, 0});
+  } else if (at.use > 0 && in_flight > 0) {
+    RingIndex landing{at.stage - in_flight, at.use};
+    if (landing.stage < 0) landing.stage += ring.shape.stages, --landing.use;
+    ring.wait_full(landing);
+  }
+}
+
 // As many iterations for every worker; where a worker has no tile for an iteration, the stage arrives empty.
 // TileLoad(args..., number) looks up where a tile lies, every lane one ahead of time; plain words;
 //   int first_in_flight(RingShape const&)  tiles of the CTA in flight until the ring has been filled once: memory serves
 //     all requests at once, and the fewer there are, the sooner the first tiles are complete. Producers divide it, for
 //     each waits for its own tiles: of another's it would not see every phase
+//   int in_flight(RingShape const&)  the same from then on, no more than there are stages; 0: no limit
 //   void load(args..., uint8_t* stage, Barrier& full)  in one lane, starts the copies
 template <class TileLoad, class... Args>
 CUTE_DEVICE void fill_ring(StageRing const& ring, int producer, int iterations, Args const&... args) {
@@ -48,8 +62,7 @@ CUTE_DEVICE void fill_ring(StageRing const& ring, int producer, int iterations, 
       }
       TileLoad tile = of_lane(mine, i);  // in all lanes: the operands of copies are uniform
       ring.wait_empty(at);
-      int landing = at.stage - TileLoad::first_in_flight(ring.shape);
-      if (at.use == 0 && landing >= 0) ring.wait_full({landing, 0});
+      wait_in_flight<TileLoad>(ring, at);
       if (cute::elect_one_sync()) tile.load(args..., ring[at], ring.full(at));
       __syncwarp();  // the lane that issues must not be left behind by lanes that wait
       at.stage += producers;

@@ -28,6 +28,7 @@ struct TileLoad {
 
   // Each worker's first tile of keys.
   CUTE_DEVICE static int first_in_flight(pipeline::RingShape const& shape) { return shape.workers.divisor; }
+  CUTE_DEVICE static int in_flight(pipeline::RingShape const&) { return 0; }
 
   TileLoad() = default;
   CUTE_DEVICE TileLoad(RingParams const& params, typename Traits::Schedule const& schedule, int number) {
