@@ -4,8 +4,8 @@
 // as many warps as registers and shared memory allow with the fewest stages, then as many stages as still fit. An SM
 // has four schedulers, so warps come in fours: one more than that is slower than four fewer.
 //
-// In a ring that all workers share, stages beyond one a worker are tiles in flight, which must cover the latency of
-// memory.
+// In a ring that all workers share, stages beyond one a worker are filled ahead of them, which must cover the latency
+// of memory.
 #pragma once
 
 #include <algorithm>

@@ -38,7 +38,7 @@ def compile_program(source: Path, folder: Path) -> Path:
     program = folder / source.stem
     includes = [word for path in (find_cutlass(), *find_headers(None)) for word in ("-isystem", str(path))]
     first = [f"-I{path}" for path in _paths(source, "include")]  # headers in place of the package's
-    command = [*compiler, "-std=c++17", "-O1", "-Wall", "-Wextra", *first, "-I", str(ROOT), *includes]
+    command = [*compiler, "-std=c++17", "-O1", "-pthread", "-Wall", "-Wextra", *first, "-I", str(ROOT), *includes]
     compiled = subprocess.run(
         [*command, str(source), *linked_sources(source), "-o", str(program)],
         capture_output=True,

@@ -38,10 +38,10 @@ CUTE_DEVICE void wait_in_flight(StageRing const& ring, RingIndex at) {
 
 // As many iterations for every worker; where a worker has no tile for an iteration, the stage arrives empty.
 // TileLoad(args..., number) looks up where a tile lies, every lane one ahead of time; plain words;
-//   int first_in_flight(RingShape const&)  tiles of the CTA in flight until the ring has been filled once: memory serves
-//     all requests at once, and the fewer there are, the sooner the first tiles are complete. Producers divide it, for
-//     each waits for its own tiles: of another's it would not see every phase
-//   int in_flight(RingShape const&)  the same from then on, no more than there are stages; 0: no limit
+//   int first_in_flight(RingShape const&)  tiles of the CTA in flight until the ring has been filled once: memory
+//     serves all requests at once, and the fewer there are, the sooner the first tiles are complete. Producers divide
+//     it, for each waits for its own tiles: of another's it would not see every phase
+//   int in_flight(RingShape const&)  the same from then on, no fewer and at most one a stage; 0: no limit
 //   void load(args..., uint8_t* stage, Barrier& full)  in one lane, starts the copies
 template <class TileLoad, class... Args>
 CUTE_DEVICE void fill_ring(StageRing const& ring, int producer, int iterations, Args const&... args) {

@@ -37,7 +37,8 @@ struct RingIndex {
 //   empty  is waited for by the stage's producer, always the same, since producers divide stages: it sees every phase
 //   full   a stage's even and odd uses have barriers of their own. A worker that waits for tile n has read tile
 //          n - workers, which the same producer, since producers divide workers, issued after tile n - stages or with
-//          it; for that it had seen this stage released by tile n - 2 stages
+//          it; for that it had seen this stage released by tile n - 2 stages. A producer waits for tiles of its own:
+//          to issue one it had seen the stage's use before released, and the next but one it has not issued
 struct RingBarriers {
   cutlass::arch::ClusterTransactionBarrier full[2][kMaxStages];  // a producer's arrival and the bytes of the tile
   cutlass::arch::ClusterBarrier empty[kMaxStages];               // one arrival from every warp of the worker

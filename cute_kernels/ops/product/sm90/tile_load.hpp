@@ -29,7 +29,7 @@ struct TileLoad {
   CUTE_DEVICE static int first_in_flight(pipeline::RingShape const& shape) {
     return DenseLoad::kFirstInFlight * shape.producers;
   }
-  // More large tiles at once come more slowly; of small ones that is too few.
+  // Large tiles come more slowly if more are in flight; of small ones so many would be too few bytes.
   CUTE_DEVICE static int in_flight(pipeline::RingShape const& shape) {
     constexpr int kInFlight = 12, kLargeStage = (64 << 10) / kInFlight;
     static_assert(kInFlight % (pipeline::kMaxProducers * (pipeline::kMaxProducers - 1)) == 0);  // producers divide it
