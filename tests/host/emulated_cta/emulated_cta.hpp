@@ -2,6 +2,7 @@
 // lane waits for longer than kPatience is taken never to come, and ends the program.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <chrono>
 #include <condition_variable>
@@ -72,4 +73,4 @@ inline uint32_t __shfl_sync(unsigned, uint32_t word, int lane) {
   return word;
 }
 
-using std::min;
+using std::min;  // as in device code

@@ -5,6 +5,7 @@
 
 namespace cute {
 
+// Brings the lanes together, as the instruction does.
 inline bool elect_one_sync() {
   __syncwarp();
   return threadIdx.x % 32 == 0;
