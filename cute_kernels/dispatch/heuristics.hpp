@@ -83,6 +83,22 @@ inline Plan choose_plan(DeviceLimits const& device, pipeline::KernelLimits const
   return plan;
 }
 
+// How many tiles of a product are in flight in a ring, a producer's equal. Later no more bytes than memory serves well.
+// At first one a producer, so that decoding begins soon. Or two, which keep memory busier, unless elements have so few
+// bytes that decoding limits: where two of these hold, that tiles are small, that they are of values, that splits have
+// more than one.
+inline constexpr int kBytesInFlight = 72 << 10;
+
+inline pipeline::TilesInFlight tiles_in_flight(Plan const& plan, format::Role role, int padded_head_dim,
+                                               int longest_split) {
+  int stages = plan.stages.count, bytes = plan.stages.stage_bytes, producers = plan.config.producers;
+  bool memory_limits = 2 * bytes >= format::kTileTokens * padded_head_dim;
+  bool two = memory_limits && (padded_head_dim <= 64) + (role == format::Role::kValue) + (longest_split > 1) >= 2;
+  int first = (two ? 2 : 1) * producers;
+  int later = std::max(first, (kBytesInFlight / bytes + producers / 2) / producers * producers);
+  return {first, later < stages ? later : 0};
+}
+
 // Where it is about as even, partitions every work tile rather than the whole schedule, such that the CTAs of a cluster
 // have all splits of their work tiles: that saves partials and the kernel that combines them, worth about
 // kTilesOfCombine tiles of an SM. Returns whether it did. longest: tiles of the longest work tile; tiles: of all of them.

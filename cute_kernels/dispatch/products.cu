@@ -60,6 +60,7 @@ Plan plan_product(Product const& product, Kernels<Params> const& kernels, int de
   schedule.work_tiles_per_row = cutlass::FastDivmod(view.kv_heads * row_blocks);
   schedule.row_blocks = cutlass::FastDivmod(row_blocks);
   params.stages = plan.stages;
+  plan.config.in_flight = tiles_in_flight(plan, view.role, view.padded_head_dim, schedule.longest_split);
   return plan;
 }
 

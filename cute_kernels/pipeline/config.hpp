@@ -16,12 +16,20 @@ struct Stages {
   int stage_bytes;  // the block and behind it, in KernelLimits::rows_behind rows or more, what comes with it
 };
 
+// Of a CTA, at most. Producers divide both, for each waits for its own tiles: of another's it would not see every phase.
+struct TilesInFlight {
+  int first;  // until the ring has been filled once: memory serves all requests at once, and the fewer there are, the
+              // sooner the first tiles are complete
+  int later;  // no more than stages; 0: no limit
+};
+
 // A worker consumes whole tiles: a warp, two warps, or a warpgroup.
 struct Config {
   int n;                     // query rows a pass, one of the kernel's
   int workers;               // a CTA, one CTA an SM
   int ctas;                  // of the grid
   int producers;             // warps that fill a ring of stages; 0: workers fill their own
+  TilesInFlight in_flight;   // of the ring
   int splits_per_work_tile;  // of every work tile, none reaching into another; 0: the whole schedule is partitioned
   bool in_cluster;           // a cluster has all splits of its work tiles, and combines them
   int cluster;               // CTAs of it, else 1

@@ -20,16 +20,15 @@ constexpr int kStageBytes = sizeof(int), kReleased = -1;
 
 struct Case {
   int workers, producers, stages, iterations;
-  int first_in_flight;  // a producer
-  int in_flight;        // of all, once the ring has been filled; 0: no limit
-  int missing;          // a worker that has no tiles, or -1
+  TilesInFlight in_flight;
+  int missing;  // a worker that has no tiles, or -1
 };
 Case current;
 
 bool check_case(bool holds, char const* what, int number) {
   Case const& c = current;
-  return check(holds, what, number, c.workers, c.producers, c.stages, c.iterations, c.first_in_flight, c.in_flight,
-               c.missing);
+  return check(holds, what, number, c.workers, c.producers, c.stages, c.iterations, c.in_flight.first,
+               c.in_flight.later, c.missing);
 }
 
 // Tiles in flight arrive in any order.
@@ -41,7 +40,7 @@ class Memory {
     std::lock_guard lock(mutex_);
     copies_.push_back({number, stage, &full});
     bool first = number < current.stages;
-    int most = first ? current.first_in_flight : current.in_flight / current.producers;
+    int most = (first ? current.in_flight.first : current.in_flight.later) / current.producers;
     ++of_producer_[producer];
     check_case(most == 0 || of_producer_[producer] <= most, "too many tiles are in flight", number);
   }
@@ -77,10 +76,9 @@ class Memory {
 };
 
 struct TileLoad {
-  int number = -1;  // -1: none
+  static constexpr bool kLimitsLater = true;
 
-  static int first_in_flight(RingShape const& shape) { return current.first_in_flight * shape.producers; }
-  static int in_flight(RingShape const&) { return current.in_flight; }
+  int number = -1;  // -1: none
 
   TileLoad() = default;
   TileLoad(std::reference_wrapper<Memory> const&, int number) {
@@ -98,7 +96,11 @@ void run(Case const& c, unsigned seed) {
   for (auto& barrier : emulated::named) barrier = {};
   int all_warps = kMaxProducers + c.workers;
   blockDim.x = 32 * all_warps;
-  RingShape shape{cutlass::FastDivmod(c.workers), c.stages, c.producers, c.stages / c.producers, kStageBytes};
+  Config config{};
+  config.workers = c.workers;
+  config.producers = c.producers;
+  config.in_flight = c.in_flight;
+  RingShape shape = ring_shape({c.stages, kStageBytes, kStageBytes}, config);
   auto barriers = std::make_unique<RingBarriers>();
   std::vector<int> data(c.stages, kReleased);
   StageRing ring{shape, *barriers, reinterpret_cast<uint8_t*>(data.data()), 1};
@@ -146,10 +148,9 @@ int main() {
     c.workers = c.producers * draw(1, 4);
     c.stages = c.workers + c.producers * draw(1, 4);
     c.iterations = draw(1, 8);
-    c.first_in_flight = draw(1, 3);
-    int most = c.stages / c.producers;  // of a producer
-    int least = std::min(c.first_in_flight, most);
-    c.in_flight = c.producers * (i % 3 == 0 ? 0 : i % 3 == 1 ? least : draw(least, most));
+    int first = draw(1, 3), most = c.stages / c.producers;  // of a producer
+    int least = std::min(first, most);
+    c.in_flight = {c.producers * first, c.producers * (i % 3 == 0 ? 0 : i % 3 == 1 ? least : draw(least, most))};
     c.missing = draw(0, 2) == 0 ? draw(0, c.workers - 1) : -1;
     run(c, random());
   }

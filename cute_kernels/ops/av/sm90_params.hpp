@@ -21,7 +21,6 @@ struct RingParams : pipeline::RingParams<Params> {
 
 // The columns of p of one tile, by a tensor copy.
 struct PLoad {
-  static constexpr int kFirstInFlight = 2;
   int first_token = 0, first_row = 0, batch = 0;
 
   PLoad() = default;

@@ -10,8 +10,6 @@ namespace cute_kernels::qk::sm90 {
 using RingParams = pipeline::RingParams<Params>;
 
 struct NoDenseLoad {
-  static constexpr int kFirstInFlight = 1;
-
   NoDenseLoad() = default;
   CUTE_DEVICE NoDenseLoad(RingParams const&, schedule::WorkTile const&, int) {}
   CUTE_DEVICE int bytes(RingParams const&) const { return 0; }

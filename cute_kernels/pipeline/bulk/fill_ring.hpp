@@ -26,11 +26,12 @@ CUTE_DEVICE T of_lane(T const& x, int lane) {
 // Waits until the tile for `at` may be in flight beside those before it.
 template <class TileLoad>
 CUTE_DEVICE void wait_in_flight(StageRing const& ring, RingIndex at) {
-  int first = at.stage - TileLoad::first_in_flight(ring.shape), in_flight = TileLoad::in_flight(ring.shape);
+  TilesInFlight const& most = ring.shape.in_flight;
+  int first = at.stage - most.first;
   if (at.use == 0 && first >= 0) {
     ring.wait_full({first, 0});
-  } else if (at.use > 0 && in_flight > 0) {
-    RingIndex landing{at.stage - in_flight, at.use};
+  } else if (TileLoad::kLimitsLater && at.use > 0 && most.later > 0) {
+    RingIndex landing{at.stage - most.later, at.use};
     if (landing.stage < 0) landing.stage += ring.shape.stages, --landing.use;
     ring.wait_full(landing);
   }
@@ -38,24 +39,23 @@ CUTE_DEVICE void wait_in_flight(StageRing const& ring, RingIndex at) {
 
 // As many iterations for every worker; where a worker has no tile for an iteration, the stage arrives empty.
 // TileLoad(args..., number) looks up where a tile lies, every lane one ahead of time; plain words;
-//   int first_in_flight(RingShape const&)  tiles of the CTA in flight until the ring has been filled once: memory
-//     serves all requests at once, and the fewer there are, the sooner the first tiles are complete. Producers divide
-//     it, for each waits for its own tiles: of another's it would not see every phase
-//   int in_flight(RingShape const&)  the same from then on, no fewer and at most one a stage; 0: no limit
+//   kLimitsLater  whether RingShape::in_flight.later may be a limit; else there is no code for it
 //   void load(args..., uint8_t* stage, Barrier& full)  in one lane, starts the copies
 template <class TileLoad, class... Args>
 CUTE_DEVICE void fill_ring(StageRing const& ring, int producer, int iterations, Args const&... args) {
-  int lane = threadIdx.x % 32, producers = ring.shape.producers, end = iterations * ring.shape.workers.divisor;
+  int lane = threadIdx.x % 32, producers = ring.shape.producers;
   if (producer >= producers) return ring.arrive();
-  int fresh = min(ring.shape.producer_stages, 31);  // copies after which the first have to be waited for
+  int tiles = iterations * ring.shape.producer_workers;  // of this producer
+  int fresh = min(ring.shape.producer_stages, 31);       // copies after which the first have to be waited for
   TileLoad mine, next;
   RingIndex at{producer, 0};
   // From `fresh` of the 32 before the first, so that lookups are in one place: code is small, or late to arrive.
-  for (int i = fresh, first = producer - 32 * producers; first < end; first += 32 * producers, i = 0) {
+  for (int i = fresh, first = -32; first < tiles; first += 32, i = 0) {
     mine = next;
+    int end = min(32, tiles - first);
     CUTE_NO_UNROLL
-    for (; i < 32 && first + i * producers < end; ++i) {
-      if (i == fresh) next = TileLoad(args..., first + (32 + lane) * producers);
+    for (; i < end; ++i) {
+      if (i == fresh) next = TileLoad(args..., producer + (first + 32 + lane) * producers);
       if (first < 0) {
         ring.join();
         break;
@@ -65,8 +65,10 @@ CUTE_DEVICE void fill_ring(StageRing const& ring, int producer, int iterations, 
       wait_in_flight<TileLoad>(ring, at);
       if (cute::elect_one_sync()) tile.load(args..., ring[at], ring.full(at));
       __syncwarp();  // the lane that issues must not be left behind by lanes that wait
-      at.stage += producers;
-      if (at.stage >= ring.shape.stages) at = {producer, at.use + 1};
+      int stage = at.stage + producers;
+      bool wraps = stage >= ring.shape.stages;
+      at.stage = wraps ? producer : stage;
+      at.use += wraps;
     }
   }
 }

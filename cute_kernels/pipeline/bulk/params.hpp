@@ -1,6 +1,8 @@
 // What kernels with a bulk-copy ring are called with, beside the operation's own parameters.
 #pragma once
 
+#include <cute/arch/copy_sm90_tma.hpp>
+
 #include "cute_kernels/pipeline/bulk/cluster.hpp"
 #include "cute_kernels/pipeline/bulk/ring.hpp"
 #include "cute_kernels/pipeline/bulk/row_offset_prefetch.hpp"
@@ -11,7 +13,8 @@ template <class OperationParams>
 struct RingParams : OperationParams {
   RingShape ring;
   RowOffsetPrefetch prefetch_row_offsets;
-  ClusterShape cluster;  // with splits_per_work_tile
+  ClusterShape cluster;   // with splits_per_work_tile
+  uint64_t cache_policy;  // of tiles
 };
 
 template <class OperationParams>
@@ -20,6 +23,9 @@ RingParams<OperationParams> ring_params(OperationParams const& params, Stages co
   static_cast<OperationParams&>(result) = params;
   result.ring = ring_shape(stages, config);
   result.cluster = cluster_shape(config);
+  using cute::TMA::CacheHintSm90;
+  bool read_once = params.schedule.row_blocks.divisor == 1;
+  result.cache_policy = static_cast<uint64_t>(read_once ? CacheHintSm90::EVICT_FIRST : CacheHintSm90::EVICT_NORMAL);
   return result;
 }
 

@@ -16,13 +16,15 @@ struct RingShape {
   cutlass::FastDivmod workers;  // of a CTA
   int stages;                   // of a CTA
   int producers;                // divide both
+  int producer_workers;         // workers / producers
   int producer_stages;          // stages / producers
   int stage_bytes;
+  TilesInFlight in_flight;
 };
 
 inline RingShape ring_shape(Stages const& stages, Config const& config) {
-  return {cutlass::FastDivmod(config.workers), stages.count, config.producers, stages.count / config.producers,
-          stages.stage_bytes};
+  return {cutlass::FastDivmod(config.workers), stages.count,       config.producers, config.workers / config.producers,
+          stages.count / config.producers,     stages.stage_bytes, config.in_flight};
 }
 
 // Iterations of the workers interleave: worker w's tile of iteration i is number n = i * workers + w, and lies in stage
@@ -56,7 +58,7 @@ struct StageRing {
 
   CUTE_DEVICE void wait_full(RingIndex at) const { full(at).wait(at.use >> 1 & 1); }
   // A fresh stage counts as empty.
-  CUTE_DEVICE void wait_empty(RingIndex at) const { empty(at).wait(at.use & 1 ^ 1); }
+  CUTE_DEVICE void wait_empty(RingIndex at) const { empty(at).wait(~at.use & 1); }
 
   // In one warp of every worker: makes barriers, of the worker's first stage among others. It sees those of others when
   // its first tile has come, for producers begin when all are made.

@@ -19,16 +19,11 @@ inline constexpr int kStagesAhead = 16;  // at most, beyond one a worker
 // Stages beyond a shorter split's end stay empty, and so do those of the window if its tokens are not staged.
 template <class Traits>
 struct TileLoad {
-  enum Kind : int { kNothing, kWindow, kKeys, kValues };
+  static constexpr bool kLimitsLater = false;
 
-  Kind kind = kNothing;
-  int bytes = 0;                  // of a compressed tile's block, or of tokens of the window
-  uint8_t const* from = nullptr;  // the same
-  int tile = -1;                  // of a compressed tile: in the storage, if its token order is needed
-
-  // Each worker's first tile of keys.
-  CUTE_DEVICE static int first_in_flight(pipeline::RingShape const& shape) { return shape.workers.divisor; }
-  CUTE_DEVICE static int in_flight(pipeline::RingShape const&) { return 0; }
+  int bytes = 0;                  // of a compressed tile's block, or of tokens of the window; 0: nothing
+  int order = -1;                 // 2 * tile in the storage, + 1 of values, if its token order is needed
+  uint8_t const* from = nullptr;  // the bytes
 
   TileLoad() = default;
   CUTE_DEVICE TileLoad(RingParams const& params, typename Traits::Schedule const& schedule, int number) {
@@ -45,7 +40,6 @@ struct TileLoad {
       int64_t first = window_offset(work_tile, is_value ? window.value_strides : window.key_strides,
                                     (kv_tile - work_tile.tiles.begin) * schedule::kWindowTileTokens);
       auto const* elements = static_cast<uint16_t const*>(is_value ? window.values : window.keys) + first;
-      kind = kWindow;
       bytes = source.window_tokens * params.keys.head_dim * static_cast<int>(sizeof(*elements));
       from = reinterpret_cast<uint8_t const*>(elements);
     }
@@ -61,29 +55,29 @@ struct TileLoad {
       rows = view.rows(index);
       first_row = static_cast<int>(view.first_row(index, found));
     }
-    kind = is_value ? kValues : kKeys;
     bytes = rows * format::kRowBytes;
     from = reinterpret_cast<uint8_t const*>(view.blocks + int64_t{first_row} * format::kLanes);
     bool masked = kv_tile >= Mask(params, work_tile).first_masked_tile();
     bool of_values = Traits::kZeroesMasked && params.zero_masked;
-    if (is_value ? of_values : masked || (Traits::kSeparateOrders && params.separate_orders)) tile = index;
+    if (is_value ? of_values : masked || (Traits::kSeparateOrders && params.separate_orders))
+      order = 2 * index + is_value;
   }
 
   template <class Barrier>
   CUTE_DEVICE void load(RingParams const& params, typename Traits::Schedule const&, uint8_t* to, Barrier& full) const {
-    using cute::TMA::CacheHintSm90;
-    if (kind == kNothing) return full.arrive();
-    bool read_once = params.schedule.row_blocks.divisor == 1;
-    auto policy = static_cast<uint64_t>(read_once ? CacheHintSm90::EVICT_FIRST : CacheHintSm90::EVICT_NORMAL);
     Stage stage(params.stages, to);
-    bool value_order = Traits::kSeparateOrders && kind == kKeys && params.separate_orders;
-    full.arrive_and_expect_tx(bytes + ((tile >= 0) + value_order) * kOrderBytes);
-    ptx::bulk_copy(stage.block, from, bytes, &full, policy);
-    if (tile < 0) return;
-    int64_t order = int64_t{tile} * kOrderBytes;
-    format::SparseView const& view = kind == kValues ? params.values : params.keys;
-    ptx::bulk_copy(stage.token_order, view.token_order + order, kOrderBytes, &full, policy);
-    if (value_order) ptx::bulk_copy(stage.value_order, params.values.token_order + order, kOrderBytes, &full, policy);
+    auto load = [&](uint8_t* to, uint8_t const* from, int bytes) {
+      ptx::bulk_copy(to, from, bytes, &full, params.cache_policy);
+    };
+    if (order >= 0) {
+      int64_t offset = int64_t{order / 2} * kOrderBytes;
+      bool is_value = order % 2, value_order = Traits::kSeparateOrders && !is_value && params.separate_orders;
+      full.expect_transaction((1 + value_order) * kOrderBytes);
+      load(stage.token_order, (is_value ? params.values : params.keys).token_order + offset, kOrderBytes);
+      if (value_order) load(stage.value_order, params.values.token_order + offset, kOrderBytes);
+    }
+    full.arrive_and_expect_tx(bytes);
+    if (bytes > 0) load(stage.block, from, bytes);
   }
 };
 

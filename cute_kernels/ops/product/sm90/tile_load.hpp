@@ -18,23 +18,14 @@ using pipeline::StageRing;
 inline constexpr int kStagesAhead = 8;  // at most, beyond one a worker: see dispatch/heuristics.hpp
 
 // Params: a pipeline::RingParams. DenseLoad: what else comes with a tile, looked up by DenseLoad(params, work_tile,
-// tile); `bytes(params)` says how many bytes `load(params, stage, barrier)` copies, kFirstInFlight how many tiles a
-// producer has in flight at first.
+// tile); `bytes(params)` says how many bytes `load(params, stage, barrier)` copies.
 template <class Policy, class DenseLoad>
 struct TileLoad {
+  static constexpr bool kLimitsLater = true;
+
   int tile = -1;           // in the storage; -1: none
   int begin = 0, end = 0;  // rows of its block
   DenseLoad dense;
-
-  CUTE_DEVICE static int first_in_flight(pipeline::RingShape const& shape) {
-    return DenseLoad::kFirstInFlight * shape.producers;
-  }
-  // Large tiles come more slowly if more are in flight; of small ones so many would be too few bytes.
-  CUTE_DEVICE static int in_flight(pipeline::RingShape const& shape) {
-    constexpr int kInFlight = 12, kLargeStage = (64 << 10) / kInFlight;
-    static_assert(kInFlight % (pipeline::kMaxProducers * (pipeline::kMaxProducers - 1)) == 0);  // producers divide it
-    return shape.stages >= kInFlight && shape.stage_bytes >= kLargeStage ? kInFlight : 0;
-  }
 
   TileLoad() = default;
   template <class Params>
@@ -52,16 +43,14 @@ struct TileLoad {
 
   template <class Params, class Barrier>
   CUTE_DEVICE void load(Params const& params, schedule::Schedule<Policy> const&, uint8_t* to, Barrier& full) const {
-    using cute::TMA::CacheHintSm90;
     if (tile < 0) return full.arrive();
-    bool read_once = params.schedule.row_blocks.divisor == 1;
-    auto policy = static_cast<uint64_t>(read_once ? CacheHintSm90::EVICT_FIRST : CacheHintSm90::EVICT_NORMAL);
     Stage stage(params.stages, to);
     int bytes = (end - begin) * format::kRowBytes;
     full.arrive_and_expect_tx(bytes + kOrderBytes + dense.bytes(params));
-    ptx::bulk_copy(stage.block, params.sparse.blocks + int64_t{begin} * format::kLanes, bytes, &full, policy);
+    ptx::bulk_copy(stage.block, params.sparse.blocks + int64_t{begin} * format::kLanes, bytes, &full,
+                   params.cache_policy);
     ptx::bulk_copy(stage.token_order, params.sparse.token_order + int64_t{tile} * kOrderBytes, kOrderBytes, &full,
-                   policy);
+                   params.cache_policy);
     dense.load(params, stage, full);
   }
 };
