@@ -144,7 +144,7 @@ void run_with(Kernels<Params> const& kernels, attention::Problem const& problem,
     plan.config.splits_per_work_tile = division.splits_per_work_tile;
     plan.config.in_cluster = division.in_cluster;
   }
-  plan.config.in_flight = {plan.config.workers, 0};  // each worker's first tile of keys, then all
+  plan.config.in_flight = {plan.config.workers, 0};  // if in a ring: each worker's first tile of keys, then all
   partition_work(plan.config, cost, longest, schedule);
   params.stages = plan.stages;
   params.output.out = problem.out;

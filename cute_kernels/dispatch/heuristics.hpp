@@ -83,20 +83,19 @@ inline Plan choose_plan(DeviceLimits const& device, pipeline::KernelLimits const
   return plan;
 }
 
-// How many tiles of a product are in flight, where producers fill a ring, for each as many. Later no more bytes than
-// memory serves well. At first one a producer, so that decoding begins soon. Or two, which keep memory busier, unless
-// elements have so few bytes that decoding limits: where two of these hold, that tiles are small, that they are of
-// values, that a CTA has many.
+// How many tiles of a product are in flight, as many for each producer; none where workers fill their own stages.
+//   first  one a producer, so that decoding begins soon; or two, which keep memory busier, where two of these hold: tiles
+//          are small, they are of values, workers' splits together have many
+//   later  about kBytesInFlight, since more of large tiles come more slowly, and no fewer than first
 inline constexpr int kBytesInFlight = 72 << 10, kManyTiles = 17;
 
 inline pipeline::TilesInFlight tiles_in_flight(Plan const& plan, format::Role role, int padded_head_dim,
                                                int longest_split) {
   int stages = plan.stages.count, bytes = plan.stages.stage_bytes, producers = plan.config.producers;
   if (producers == 0) return {};
-  bool memory_limits = 2 * bytes >= format::kTileTokens * padded_head_dim;
   bool small = padded_head_dim <= 64, value = role == format::Role::kValue;
-  bool two = memory_limits && small + value + (plan.config.workers * longest_split >= kManyTiles) >= 2;
-  int first = (two ? 2 : 1) * producers;
+  bool many = plan.config.workers * longest_split >= kManyTiles;
+  int first = (small + value + many >= 2 ? 2 : 1) * producers;
   int later = std::max(first, (kBytesInFlight / bytes + producers / 2) / producers * producers);
   return {first, later < stages ? later : 0};
 }

@@ -18,9 +18,9 @@ struct Stages {
 
 // Of a CTA, at most. Producers divide both, for each waits for its own tiles: of another's it would not see every phase.
 struct TilesInFlight {
-  int first;  // until the ring has been filled once: memory serves all requests at once, and the fewer there are, the
-              // sooner the first tiles are complete
-  int later;  // no more than stages; 0: no limit
+  int first;  // one a producer at least, until the ring has been filled once: memory serves all requests at once, and the
+              // fewer there are, the sooner the first tiles are complete
+  int later;  // no fewer than first and no more than stages; 0: no limit
 };
 
 // A worker consumes whole tiles: a warp, two warps, or a warpgroup.

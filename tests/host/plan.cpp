@@ -19,14 +19,21 @@ void check_ring(dispatch::Plan const& plan) {
   check(stages >= workers, "a stage for every worker", workers, stages);
 }
 
-// Producers divide how many tiles are in flight, each has one at least, and no more are waited for than there are stages.
+// Each producer has as many tiles in flight, one or two at first, and later no more than the ring has stages, which hold
+// about kBytesInFlight or what is in flight at first.
 void check_in_flight(dispatch::Plan const& plan, format::Role role, int head_dim, int longest_split) {
   auto [first, later] = dispatch::tiles_in_flight(plan, role, head_dim, longest_split);
   int stages = plan.stages.count, producers = plan.config.producers;
   if (producers == 0) return void(check(first == 0 && later == 0, "nothing is in flight without producers"));
-  check(first >= producers && first % producers == 0, "tiles in flight at first", first, producers);
-  check(later >= 0 && later <= stages && later % producers == 0, "tiles in flight later", later, stages);
+  check(first == producers || first == 2 * producers, "tiles in flight at first", first, producers);
+  check(later >= 0 && later < stages && later % producers == 0, "tiles in flight later", later, stages);
   check(later == 0 || first <= later, "no more at first than later", first, later);
+  int bytes = plan.stages.stage_bytes, most = std::max(first * bytes, dispatch::kBytesInFlight + producers * bytes / 2);
+  int in_flight = later == 0 ? stages : later;
+  check(in_flight * bytes <= most, "no more bytes in flight later", in_flight, bytes);
+  check(later == 0 || (later + producers) * bytes > dispatch::kBytesInFlight, "nor far fewer", later, bytes);
+  int with_more = dispatch::tiles_in_flight(plan, role, head_dim, longest_split + 1).first;
+  check(first <= with_more, "no fewer at first where splits are longer", first, with_more);
 }
 
 // So many stages ahead as are asked for, or an error. fit: stages that shared memory can hold.

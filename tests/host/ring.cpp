@@ -1,6 +1,6 @@
 // The ring of stages: producers fill it as they do on a GPU, every lane a thread. Each worker finds its tiles in their
-// order, no stage is filled before it has been released, no more tiles are in flight than may be, and nobody waits
-// forever. Memory and workers are slow, so that a wait left out is noticed.
+// order, no stage is filled before it has been released, no more tiles are in flight than may be, at first no fewer, and
+// nobody waits forever. Memory and workers are slow, so that a wait left out is noticed.
 // include: tests/host/emulated_cta
 #include <algorithm>
 #include <chrono>
@@ -21,34 +21,39 @@ constexpr int kStageBytes = sizeof(int), kReleased = -1;
 struct Case {
   int workers, producers, stages, iterations;
   TilesInFlight in_flight;
+  bool limits_later;
   int missing;  // a worker that has no tiles, or -1
+
+  int tiles() const { return (workers - (missing >= 0)) * iterations; }
 };
 Case current;
 
 bool check_case(bool holds, char const* what, int number) {
   Case const& c = current;
   return check(holds, what, number, c.workers, c.producers, c.stages, c.iterations, c.in_flight.first,
-               c.in_flight.later, c.missing);
+               c.in_flight.later, c.limits_later, c.missing);
 }
 
 // Tiles in flight arrive in any order.
 class Memory {
  public:
   void copy(int number, int* stage, cutlass::arch::ClusterTransactionBarrier& full) {
-    full.arrive_and_expect_tx(kStageBytes);
     int producer = number % current.producers;
     std::lock_guard lock(mutex_);
     copies_.push_back({number, stage, &full});
     bool first = number < current.stages;
-    int most = (first ? current.in_flight.first : current.in_flight.later) / current.producers;
+    int later = current.limits_later ? current.in_flight.later : 0;
+    int most = (first ? current.in_flight.first : later) / current.producers;
     ++of_producer_[producer];
     check_case(most == 0 || of_producer_[producer] <= most, "too many tiles are in flight", number);
   }
 
-  // `total` copies.
-  void serve(int total, unsigned seed) {
+  // All copies, the first when as many are in flight as may be.
+  void serve(unsigned seed) {
     std::mt19937 random(seed);
-    for (int served = 0; served < total;) {
+    int at_first = std::min({current.in_flight.first, current.stages, current.tiles()});
+    if (current.missing < 0) check_case(come(at_first), "too few tiles are in flight at first", at_first);
+    for (int served = 0; served < current.tiles();) {
       std::this_thread::sleep_for(std::chrono::milliseconds(random() % 10));
       std::unique_lock lock(mutex_);
       if (copies_.empty()) continue;
@@ -70,13 +75,25 @@ class Memory {
     int* stage;
     cutlass::arch::ClusterTransactionBarrier* full;
   };
+  // Waits for so many copies, but not forever.
+  bool come(int copies) {
+    for (auto end = std::chrono::steady_clock::now() + emulated::kPatience / 2;
+         std::chrono::steady_clock::now() < end;) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      std::lock_guard lock(mutex_);
+      if (static_cast<int>(copies_.size()) >= copies) return true;
+    }
+    return false;
+  }
+
   std::mutex mutex_;
   std::deque<Copy> copies_;
   int of_producer_[kMaxProducers] = {};
 };
 
+template <bool kLimitsLater_>
 struct TileLoad {
-  static constexpr bool kLimitsLater = true;
+  static constexpr bool kLimitsLater = kLimitsLater_;
 
   int number = -1;  // -1: none
 
@@ -87,7 +104,10 @@ struct TileLoad {
   void load(std::reference_wrapper<Memory> const& memory, uint8_t* stage,
             cutlass::arch::ClusterTransactionBarrier& full) const {
     if (number < 0) return full.arrive();
+    bool copies_first = number % 3 == 0;  // and arrives then
+    copies_first ? full.expect_transaction(kStageBytes) : full.arrive_and_expect_tx(kStageBytes);
     memory.get().copy(number, reinterpret_cast<int*>(stage), full);
+    if (copies_first) full.arrive_and_expect_tx(0);
   }
 };
 
@@ -118,8 +138,12 @@ void run(Case const& c, unsigned seed) {
     }
   };
   for (int producer = 0; producer < kMaxProducers; ++producer)
-    start(producer, producer < c.producers ? 32 : 1,
-          [&, producer] { fill_ring<TileLoad>(ring, producer, c.iterations, std::ref(memory)); });
+    start(producer, producer < c.producers ? 32 : 1, [&, producer] {
+      if (c.limits_later)
+        fill_ring<TileLoad<true>>(ring, producer, c.iterations, std::ref(memory));
+      else
+        fill_ring<TileLoad<false>>(ring, producer, c.iterations, std::ref(memory));
+    });
   for (int worker = 0; worker < c.workers; ++worker)
     start(kMaxProducers + worker, 1, [&, worker] {
       ring.open(worker);
@@ -134,8 +158,7 @@ void run(Case const& c, unsigned seed) {
         reader.release();
       }
     });
-  int workers_with_tiles = c.workers - (c.missing >= 0);
-  threads.emplace_back([&] { memory.serve(workers_with_tiles * c.iterations, seed); });
+  threads.emplace_back([&] { memory.serve(seed); });
   for (auto& thread : threads) thread.join();
 }
 
@@ -148,9 +171,12 @@ int main() {
     c.workers = c.producers * draw(1, 4);
     c.stages = c.workers + c.producers * draw(1, 4);
     c.iterations = draw(1, 8);
-    int first = draw(1, 3), most = c.stages / c.producers;  // of a producer
+    if (i == 0) c.stages = 40;                                              // more than a warp looks up at a time
+    if (i < 2) c.iterations = 65 / (c.workers / c.producers) + draw(1, 4);  // so is each producer's share
+    int first = draw(1, 3), most = c.stages / c.producers;                  // of a producer
     int least = std::min(first, most);
     c.in_flight = {c.producers * first, c.producers * (i % 3 == 0 ? 0 : i % 3 == 1 ? least : draw(least, most))};
+    c.limits_later = i % 5 != 4;  // else whatever limit there is means nothing
     c.missing = draw(0, 2) == 0 ? draw(0, c.workers - 1) : -1;
     run(c, random());
   }

@@ -9,6 +9,7 @@
 
 namespace cute_kernels::pipeline {
 
+// OperationParams: with `schedule`.
 template <class OperationParams>
 struct RingParams : OperationParams {
   RingShape ring;

@@ -2,8 +2,6 @@
 // iterations of its worker, keys then values.
 #pragma once
 
-#include <cute/arch/copy_sm90_tma.hpp>
-
 #include "cute_kernels/ops/attention/mask.hpp"
 #include "cute_kernels/ops/attention/stage.hpp"
 #include "cute_kernels/pipeline/bulk/fill_ring.hpp"
@@ -66,18 +64,18 @@ struct TileLoad {
   template <class Barrier>
   CUTE_DEVICE void load(RingParams const& params, typename Traits::Schedule const&, uint8_t* to, Barrier& full) const {
     Stage stage(params.stages, to);
-    auto load = [&](uint8_t* to, uint8_t const* from, int bytes) {
-      ptx::bulk_copy(to, from, bytes, &full, params.cache_policy);
+    auto copy = [&](uint8_t* destination, uint8_t const* source, int size) {
+      ptx::bulk_copy(destination, source, size, &full, params.cache_policy);
     };
     if (order >= 0) {
       int64_t offset = int64_t{order / 2} * kOrderBytes;
       bool is_value = order % 2, value_order = Traits::kSeparateOrders && !is_value && params.separate_orders;
       full.expect_transaction((1 + value_order) * kOrderBytes);
-      load(stage.token_order, (is_value ? params.values : params.keys).token_order + offset, kOrderBytes);
-      if (value_order) load(stage.value_order, params.values.token_order + offset, kOrderBytes);
+      copy(stage.token_order, (is_value ? params.values : params.keys).token_order + offset, kOrderBytes);
+      if (value_order) copy(stage.value_order, params.values.token_order + offset, kOrderBytes);
     }
     full.arrive_and_expect_tx(bytes);
-    if (bytes > 0) load(stage.block, from, bytes);
+    if (bytes > 0) copy(stage.block, from, bytes);
   }
 };
 

@@ -3,8 +3,6 @@
 // tensor copy can follow.
 #pragma once
 
-#include <cute/arch/copy_sm90_tma.hpp>
-
 #include "cute_kernels/ops/product/params.hpp"
 #include "cute_kernels/ops/product/stage.hpp"
 #include "cute_kernels/pipeline/bulk/fill_ring.hpp"

@@ -35,6 +35,7 @@ class ClusterBarrier {
 class ClusterTransactionBarrier : public ClusterBarrier {
  public:
   void arrive_and_expect_tx(int bytes) { complete(1, bytes); }
+  void expect_transaction(int bytes) { complete(0, bytes); }
   void complete_transaction(int bytes) { complete(0, -bytes); }
 };
 
