@@ -19,8 +19,7 @@ void check_ring(dispatch::Plan const& plan) {
   check(stages >= workers, "a stage for every worker", workers, stages);
 }
 
-// Each producer has as many tiles in flight, one or two at first, and later no more than the ring has stages, which hold
-// about kBytesInFlight or what is in flight at first.
+// Each producer has as many tiles in flight: one or two at first, later no fewer, and about kBytesInFlight of them all.
 void check_in_flight(dispatch::Plan const& plan, format::Role role, int head_dim, int longest_split) {
   auto [first, later] = dispatch::tiles_in_flight(plan, role, head_dim, longest_split);
   int stages = plan.stages.count, producers = plan.config.producers;

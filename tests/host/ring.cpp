@@ -39,23 +39,27 @@ class Memory {
  public:
   void copy(int number, int* stage, cutlass::arch::ClusterTransactionBarrier& full) {
     int producer = number % current.producers;
-    std::lock_guard lock(mutex_);
+    std::lock_guard lock(emulated::mutex);
     copies_.push_back({number, stage, &full});
     bool first = number < current.stages;
     int later = current.limits_later ? current.in_flight.later : 0;
     int most = (first ? current.in_flight.first : later) / current.producers;
     ++of_producer_[producer];
     check_case(most == 0 || of_producer_[producer] <= most, "too many tiles are in flight", number);
+    emulated::changed.notify_all();
   }
 
   // All copies, the first when as many are in flight as may be.
   void serve(unsigned seed) {
     std::mt19937 random(seed);
-    int at_first = std::min({current.in_flight.first, current.stages, current.tiles()});
-    if (current.missing < 0) check_case(come(at_first), "too few tiles are in flight at first", at_first);
+    if (current.missing < 0) {
+      std::unique_lock lock(emulated::mutex);
+      size_t at_first = std::min({current.in_flight.first, current.stages, current.tiles()});
+      emulated::wait_until(lock, "tiles in flight at first", [&] { return copies_.size() >= at_first; });
+    }
     for (int served = 0; served < current.tiles();) {
       std::this_thread::sleep_for(std::chrono::milliseconds(random() % 10));
-      std::unique_lock lock(mutex_);
+      std::unique_lock lock(emulated::mutex);
       if (copies_.empty()) continue;
       auto at = copies_.begin() + random() % copies_.size();
       Copy copy = *at;
@@ -75,18 +79,7 @@ class Memory {
     int* stage;
     cutlass::arch::ClusterTransactionBarrier* full;
   };
-  // Waits for so many copies, but not forever.
-  bool come(int copies) {
-    for (auto end = std::chrono::steady_clock::now() + emulated::kPatience / 2;
-         std::chrono::steady_clock::now() < end;) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
-      std::lock_guard lock(mutex_);
-      if (static_cast<int>(copies_.size()) >= copies) return true;
-    }
-    return false;
-  }
 
-  std::mutex mutex_;
   std::deque<Copy> copies_;
   int of_producer_[kMaxProducers] = {};
 };
@@ -105,7 +98,10 @@ struct TileLoad {
             cutlass::arch::ClusterTransactionBarrier& full) const {
     if (number < 0) return full.arrive();
     bool copies_first = number % 3 == 0;  // and arrives then
-    copies_first ? full.expect_transaction(kStageBytes) : full.arrive_and_expect_tx(kStageBytes);
+    if (copies_first)
+      full.expect_transaction(kStageBytes);
+    else
+      full.arrive_and_expect_tx(kStageBytes);
     memory.get().copy(number, reinterpret_cast<int*>(stage), full);
     if (copies_first) full.arrive_and_expect_tx(0);
   }

@@ -46,7 +46,7 @@ def _child(
     finally:
         dist.destroy_process_group()
     # A mesh keeps its groups, and gloo's threads may hold tensors of collectives: to give them up while the interpreter
-    # ends would abort the process (pytorch/pytorch#179291). So it does not end, but the process does.
+    # ends can abort the process (pytorch/pytorch#179291). So it does not end, but the process does.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
