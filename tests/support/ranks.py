@@ -8,7 +8,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -42,11 +42,18 @@ def _child(
         torch.save(function(rank, argument), folder / f"{rank}.pt")
     except BaseException:
         traceback.print_exc()
-        raise
-    finally:
         dist.destroy_process_group()
-    # A mesh keeps its groups, and gloo's threads may hold tensors of collectives: to give them up while the interpreter
-    # ends can abort the process (pytorch/pytorch#179291). So it does not end, but the process does.
+        raise
+    end_process()
+
+
+def end_process() -> NoReturn:
+    """Leaves the group and ends the process with status 0, but not the interpreter first.
+
+    A mesh keeps its groups, and gloo's threads may hold tensors of collectives: to give them up while the interpreter
+    ends can abort the process (pytorch/pytorch#179291).
+    """
+    dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

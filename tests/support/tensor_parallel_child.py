@@ -15,6 +15,7 @@ import transformers.integrations.accelerate as placement
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from cute_kernels.integrations.transformers import SparseKVCache
+from tests.support import ranks
 
 
 def sharded(folder: Path):
@@ -74,3 +75,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    ranks.end_process()
